@@ -240,8 +240,6 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
-        left = set(self.names) - self._watch.watched
-        self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
             self._leftover = None if self.settings.local else self._witness()
 
@@ -278,8 +276,8 @@ class Observer:
                 self._drop()
                 raise ObservationError(checks.BETWEEN)
         elif self.after_update is not None:
-            for name, p, old in zip(self.names, self.parameters, self.after_update):
-                if old is not None and checks.mark(p) == old:
+            for name, old, now in zip(self.names, self.after_update, self._marks()):
+                if old is not None and now == old:
                     raise ObservationError(
                         f"{name} still has the gradient of the last update. Call "
                         "optimizer.zero_grad() between gns.update() and the next micro-batch."
@@ -356,9 +354,10 @@ class Observer:
         else:
             self._touched = [0] * len(self.names)
         for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
-            arrivals = watch.arrived[name]
-            if name in self._before:  # the second condition: by another backward pass
-                arrivals = self._before[name] != mark or (mark is None and p.grad is not None)
+            if name not in watch.unwatched:
+                arrivals = watch.arrived[name]
+            else:  # the second condition: by another backward pass
+                arrivals = watch.unwatched[name] != mark or (mark is None and p.grad is not None)
             self._touched[k] += min(arrivals, passes)
         left = Pass(
             rows=rows,

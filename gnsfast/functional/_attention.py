@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
-from gnsfast.functional._autocast import autocast_dtype, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, backward_pass
 from gnsfast.functional.plan import PLAIN
 from gnsfast.signatures import AttentionBackward, AttentionForward
 
@@ -49,11 +48,10 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        with without_autocast(do):
-            fields: Any = *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
-            found = ops.attention_backward(AttentionBackward(do, *fields))
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        fields: Any = *tensors, *ctx.pattern, ctx.samples, ctx.wanted
+        found = ops.attention_backward(AttentionBackward(do, *fields))
         dq, dk, dv, *grads, rows = found
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
         rows = rows if ctx.needs_input_grad[7] else None

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 
 
@@ -26,34 +25,33 @@ class _Bilinear(torch.autograd.Function):
         ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
         z = F.bilinear(x, y, w, b)
         if not torch.compiler.is_compiling() and z._is_view():  # see ``_linear.py``
-            z = torch.ops.aten._unsafe_view(z, z.shape)
+            z = z.data
         return z
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, w, *saved = ctx.saved_tensors
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, w, *saved = tensors
         plan, B = ctx.plan.restored(saved), ctx.samples
         need_x, need_y, *need = ctx.needs_input_grad[:4]
         dx = dy = None
-        with without_autocast(dz):
-            wide_x, wide_y = x.to(dz.dtype), y.to(dz.dtype)
-            if need_x or need_y:
-                dz_NO = dz.reshape(-1, w.shape[0])
-                dproducts_NIJ = (dz_NO @ w.flatten(1).to(dz.dtype)).view(-1, *w.shape[1:])
-            if need_x:
-                dx_NI1 = dproducts_NIJ @ wide_y.reshape(-1, w.shape[2], 1)
-                dx = dx_NI1.reshape(x.shape).to(x.dtype)
-            if need_y:
-                dy_N1J = wide_x.reshape(-1, 1, w.shape[1]) @ dproducts_NIJ
-                dy = dy_N1J.reshape(y.shape).to(y.dtype)
-            products = dz  # a bias needs none
-            if need[0]:
-                products = (wide_x[..., :, None] * wide_y[..., None, :]).flatten(-2)
-            rows = (plan.rows(t, B) for t in (products, dz))
-            plan = plan._replace(moments=tuple(map(_as_linear, plan.moments)))
-            a = plan.linear_wgrad(*rows, need, w.dtype)
-            dw, db, probe_rows, _ = plan.run(ops.linear_wgrad, a, need)
+        wide_x, wide_y = x.to(dz.dtype), y.to(dz.dtype)
+        if need_x or need_y:
+            dz_NO = dz.reshape(-1, w.shape[0])
+            dproducts_NIJ = (dz_NO @ w.flatten(1).to(dz.dtype)).view(-1, *w.shape[1:])
+        if need_x:
+            dx_NI1 = dproducts_NIJ @ wide_y.reshape(-1, w.shape[2], 1)
+            dx = dx_NI1.reshape(x.shape).to(x.dtype)
+        if need_y:
+            dy_N1J = wide_x.reshape(-1, 1, w.shape[1]) @ dproducts_NIJ
+            dy = dy_N1J.reshape(y.shape).to(y.dtype)
+        products = dz  # a bias needs none
+        if need[0]:
+            products = (wide_x[..., :, None] * wide_y[..., None, :]).flatten(-2)
+        rows = (plan.rows(t, B) for t in (products, dz))
+        plan = plan._replace(moments=tuple(map(_as_linear, plan.moments)))
+        a = plan.linear_wgrad(*rows, need, w.dtype)
+        dw, db, probe_rows, _ = plan.run(ops.linear_wgrad, a, need)
         dw, db = (t if wanted else None for t, wanted in zip((dw, db), need))
         return dx, dy, dw if dw is None else dw.view_as(w), db, probe_rows, None
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.tensors import accumulate_dtype
 
@@ -39,9 +39,9 @@ class _ChannelNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = tensors
         plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
         acc = accumulate_dtype(x.dtype)
         wide = dy.to(acc)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import autocast_dtype, cast_like, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import ConvWgrad
 
@@ -46,25 +45,24 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         stride, padding, dilation, groups = ctx.geometry
         transposed, dx = ctx.output_padding is not None, None
-        with without_autocast(dy):
-            if need_x:
-                added = ctx.output_padding if transposed else [0] * len(stride)
-                dx, _, _ = torch.ops.aten.convolution_backward(
-                    *(dy, x, w, None, stride, padding, dilation, transposed, added),
-                    *(groups, [True, False, False]),
-                )
-            last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
-            a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
-            wgrad: Any = ops.conv_wgrad
-            if transposed:
-                wgrad = partial(_transposed_wgrad, output_padding=ctx.output_padding)
-            dw, db, rows = ctx.plan.run(wgrad, a, (need_w, need_b))
+        if need_x:
+            added = ctx.output_padding if transposed else [0] * len(stride)
+            dx, _, _ = torch.ops.aten.convolution_backward(
+                *(dy, x, w, None, stride, padding, dilation, transposed, added),
+                *(groups, [True, False, False]),
+            )
+        last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
+        a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
+        wgrad: Any = ops.conv_wgrad
+        if transposed:
+            wgrad = partial(_transposed_wgrad, output_padding=ctx.output_padding)
+        dw, db, rows = ctx.plan.run(wgrad, a, (need_w, need_b))
         return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 6
 
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
-from gnsfast.functional._autocast import autocast_dtype, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, backward_pass
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.tensors import accumulate_dtype, set_columns
@@ -121,10 +120,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, w_VD, b_V, label_N1, lse_N1, *saved = ctx.saved_tensors
-        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, w_VD, b_V, label_N1, lse_N1, *saved = tensors
+        link_ids, plan = ctx.link_ids, ctx.plan.restored(saved)
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
         dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)
@@ -140,26 +139,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if B is not None:
             shape = ctx.probe_shape
             probe_rows = x_ND.new_zeros(shape, dtype=torch.float64)
-        with without_autocast(dloss_N1):
-            splits = plan.uses is None or plan.uses.splits(plan)
-            for part in _parts(len(w_VD), x_ND) if splits else [slice(0, len(w_VD))]:
-                dz_NC = tokens.dlogits(head.logits(x_ND, part), part, ctx.softcap).to(x_ND.dtype)
-                if dx is not None:
-                    w_CD = w_VD[part].to(x_ND.dtype)
-                    if dx.dtype == x_ND.dtype:
-                        dx.addmm_(dz_NC, w_CD)
-                    else:
-                        dx += dz_NC @ w_CD
-                dw_CD, db_C, rows = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
-                for whole, piece in ((dw, dw_CD), (db, db_C)):
-                    if whole is not None:
-                        whole[part] = piece
-                if probe_rows is not None:
-                    probe_rows += rows
-            if link_ids:
-                assert dw is not None
-                linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
-                to_links = link_grads(link_ids, linked, dw)
+        splits = plan.uses is None or plan.uses.splits(plan)
+        for part in _parts(len(w_VD), x_ND) if splits else [slice(0, len(w_VD))]:
+            dz_NC = tokens.dlogits(head.logits(x_ND, part), part, ctx.softcap).to(x_ND.dtype)
+            if dx is not None:
+                w_CD = w_VD[part].to(x_ND.dtype)
+                if dx.dtype == x_ND.dtype:
+                    dx.addmm_(dz_NC, w_CD)
+                else:
+                    dx += dz_NC @ w_CD
+            dw_CD, db_C, rows = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
+            for whole, piece in ((dw, dw_CD), (db, db_C)):
+                if whole is not None:
+                    whole[part] = piece
+            if probe_rows is not None:
+                probe_rows += rows
+        if link_ids:
+            assert dw is not None
+            linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
+            to_links = link_grads(link_ids, linked, dw)
         if B is not None and probe_rows is not None:
             probe_rows[:, B + 1].clamp_(max=1.0)  # one call, however many parts
             probe_rows = probe_rows.to(torch.float32)
@@ -329,7 +327,7 @@ def linear_cross_entropy(
     if reduction == "none" and not laid_out:
         return loss.view(labels.shape)
     if reduction == "none":
-        return plan.rows_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape)[..., 0]
+        return plan.rows_back(loss.view(B, len(loss) // max(B, 1), 1), label)[..., 0]
     total = loss.sum()
     return total if reduction == "sum" else total / (label_N1 >= 0).sum()
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional._links import Link, add_cross_terms, embedding_rows, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.signatures import EmbeddingWgrad
@@ -32,55 +31,58 @@ class _Embedding(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         plan.check("embedding", probe, 1, w, tied or bool(links))
         ctx.set_materialize_grads(False)
-        ctx.wgrad = (
-            partial(ops.sharded_embedding_wgrad, w) if is_dtensor(w) else ops.embedding_wgrad
-        )
+        wgrad = partial(ops.sharded_embedding_wgrad, w) if is_dtensor(w) else ops.embedding_wgrad
         ctx.save_for_backward(ids, *plan.tensors())
-        ctx.samples, ctx.link_ids = _samples(probe, plan), links[::3]
-        ctx.plan = plan.without_tensors()
-        ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
+        padding = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
+        B, table = _samples(probe, plan), (w.shape[0], padding, w.dtype)
+        ctx.kept = plan.without_tensors(), B, table, wgrad, links[::3]
         y = F.embedding(ids, w, padding_idx)
         if not tied:
             return (y,)
-        B, T, D = samples_first(y, ctx.samples, plan.batch_dim).shape
+        B, T, D = samples_first(y, B, plan.batch_dim).shape
         zero = w.new_zeros((), dtype=accumulate_dtype(w.dtype))
         sums = (B, T, D) if plan.groups is None else (2, B, T, D)
         return y, zero.expand(B, T, D), zero.clone().expand(sums)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, *saved = ctx.saved_tensors
-        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
+    @backward_pass
+    def backward(
+        ctx: Any, tensors: Any, dy: Tensor | None, *dlinks: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ids, *saved = tensors
+        plan, B, (V, padding_idx, dtype), wgrad, link_ids = ctx.kept
+        plan = plan.restored(saved)
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either
             return (None,) * (6 + 3 * len(link_ids))
         to_links: list[Tensor | None] = []
-        with without_autocast(dy):
-            dy_BTD = samples_first(dy, ctx.samples, plan.batch_dim)
-            ids_BT = samples_first(ids[..., None], ctx.samples, plan.batch_dim)[..., 0]
-            table = ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
-            a = EmbeddingWgrad(dy_BTD, ids_BT, *table, plan.starts, *plan.metric)
-            at_BS = torch.cat(link_ids, dim=1) if link_ids else None
-            dw, rows, *of_groups = plan.run(ctx.wgrad, a, [True], at_BS)
-            of_samples, of_sum = dlinks or (None, None)
-            if link_ids or of_samples is not None or of_sum is not None:
-                taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
-                if ctx.padding_idx >= 0:
-                    padding_BT1 = (ids_BT == ctx.padding_idx)[..., None]
-                    taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
-                joined = plan.uses is not None and plan.uses.is_joined
-                if of_samples is not None and of_sum is not None and not joined:
-                    add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
-                if link_ids:
-                    linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
-                    to_links = link_grads(link_ids, linked, dw, *of_groups)
+        dy_BTD = samples_first(dy, B, plan.batch_dim)
+        ids_BT = _ids_first(ids, B, plan)
+        a = EmbeddingWgrad(dy_BTD, ids_BT, V, padding_idx, dtype, plan.starts, *plan.metric)
+        at_BS = torch.cat(link_ids, 1) if link_ids else None
+        dw, rows, *of_groups = plan.run(wgrad, a, [True], at_BS)
+        of_samples, of_sum = dlinks or (None, None)
+        if link_ids or of_samples is not None or of_sum is not None:
+            taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
+            if padding_idx >= 0:
+                padding_BT1 = (ids_BT == padding_idx)[..., None]
+                taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
+            joined = plan.uses is not None and plan.uses.is_joined
+            if of_samples is not None and of_sum is not None and not joined:
+                add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
+            if link_ids:
+                linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
+                to_links = link_grads(link_ids, linked, dw, *of_groups)
         return None, dw, rows, *(None,) * 3, *to_links
 
 
 def _samples(probe: Tensor, plan: Plan) -> int:
     """The samples that rows are laid out in; documents stay one list."""
     return plan.samples(probe) if plan.starts is None else 1
+
+
+def _ids_first(ids: Tensor, B: int, plan: Plan) -> Tensor:
+    """``ids`` as [B, T]."""
+    return samples_first(ids.unsqueeze(-1), B, plan.batch_dim).squeeze(-1)
 
 
 def embedding(
@@ -117,5 +119,4 @@ def embedding(
     )
     if not tied:
         return out[0], None
-    ids_BT = samples_first(ids[..., None], _samples(probe, plan), plan.batch_dim)[..., 0]
-    return out[0], (ids_BT, out[1], out[2])
+    return out[0], (_ids_first(ids, _samples(probe, plan), plan), out[1], out[2])

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import EmbeddingWgrad
 
@@ -49,9 +48,9 @@ class _EmbeddingBag(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_GD: Tensor) -> tuple[Tensor | None, ...]:
-        ids, starts_G1, weights, w = ctx.saved_tensors
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy_GD: Tensor) -> tuple[Tensor | None, ...]:
+        ids, starts_G1, weights, w = tensors
         (G, D), B, ids_N = dy_GD.shape, ctx.samples, ids.flatten()
         table: tuple[int, int, torch.dtype] = ctx.table
         row_N = torch.arange(len(ids_N), device=ids.device)
@@ -60,24 +59,23 @@ class _EmbeddingBag(torch.autograd.Function):
         else:
             bag_N = torch.bucketize(row_N, starts_G1[1:-1].to(row_N.dtype), right=True)
         dweights = None
-        with without_autocast(dy_GD):
-            real_N = ids_N != table[1]
-            if ctx.mode == "mean":  # counted in float32: bfloat16 counts to 256
-                size_G = real_N.new_zeros(G, dtype=torch.float32)
-                size_G.index_add_(0, bag_N, real_N.to(torch.float32)).clamp_min_(1.0)
-                dy_GD = (dy_GD / size_G[:, None]).to(dy_GD.dtype)
-            dy_ND = dy_GD[bag_N]
-            if ctx.needs_input_grad[3]:
-                dweights = ((dy_ND * w[ids_N]).sum(1) * real_N).view_as(weights).to(weights.dtype)
-            if weights is not None:
-                dy_ND = dy_ND * weights.flatten()[:, None]
-            if starts_G1 is None:  # every sample has as many ids
-                samples = B, len(ids_N) // max(B, 1)
-                a = EmbeddingWgrad(dy_ND.view(*samples, D), ids_N.view(samples), *table)
-            else:
-                starts_B1 = starts_G1[:: max(G // max(B, 1), 1)]
-                a = EmbeddingWgrad(dy_ND, ids_N, *table, starts_B1)
-            dw, rows = ops.embedding_wgrad(a)
+        real_N = ids_N != table[1]
+        if ctx.mode == "mean":  # counted in float32: bfloat16 counts to 256
+            size_G = real_N.new_zeros(G, dtype=torch.float32)
+            size_G.index_add_(0, bag_N, real_N.to(torch.float32)).clamp_min_(1.0)
+            dy_GD = (dy_GD / size_G[:, None]).to(dy_GD.dtype)
+        dy_ND = dy_GD[bag_N]
+        if ctx.needs_input_grad[3]:
+            dweights = ((dy_ND * w[ids_N]).sum(1) * real_N).view_as(weights).to(weights.dtype)
+        if weights is not None:
+            dy_ND = dy_ND * weights.flatten()[:, None]
+        if starts_G1 is None:  # every sample has as many ids
+            samples = B, len(ids_N) // max(B, 1)
+            a = EmbeddingWgrad(dy_ND.view(*samples, D), ids_N.view(samples), *table)
+        else:
+            starts_B1 = starts_G1[:: max(G // max(B, 1), 1)]
+            a = EmbeddingWgrad(dy_ND, ids_N, *table, starts_B1)
+        dw, rows = ops.embedding_wgrad(a)
         return None, dw, None, dweights, rows, *(None,) * 4
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass, without_autocast
 from gnsfast.functional.plan import PLAIN, Plan
 
 
@@ -36,18 +35,17 @@ class _GroupedLinear(torch.autograd.Function):
             return _grouped_mm(x, w_EIO, b, plan.starts, ctx.samples)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, *saved = ctx.saved_tensors
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *saved = tensors
         plan = ctx.plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]
         dx = None
-        with without_autocast(dy):
-            if need_x:
-                w_EOI = w.mT if plan.transposed else w
-                dx = _grouped_mm(dy, w_EOI, None, plan.starts, ctx.samples)
-            a = plan.linear_wgrad(dy if x is None else x, dy, need, ctx.parameter_dtype)
-            dw, db, rows, _ = plan.run(ops.linear_wgrad, a, need)
+        if need_x:
+            w_EOI = w.mT if plan.transposed else w
+            dx = _grouped_mm(dy, w_EOI, None, plan.starts, ctx.samples)
+        a = plan.linear_wgrad(dy if x is None else x, dy, need, ctx.parameter_dtype)
+        dw, db, rows, _ = plan.run(ops.linear_wgrad, a, need)
         return dx, dw if need[0] else None, db if need[1] else None, rows, None, None
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import cast_like, without_autocast
+from gnsfast.functional._autocast import backward_pass, cast_like
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import InProjectionWgrad
 
@@ -52,31 +51,33 @@ class _InProjection(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         n, dtype = ctx.num_weights, ctx.parameter_dtype
-        saved = ctx.saved_tensors  # under checkpointing they can be read only once
-        weights, xs, tensors = saved[:n], saved[n:][: ctx.num_inputs], saved[n + ctx.num_inputs :]
-        plan = ctx.plan.restored(tensors)
+        weights, xs, saved = (
+            tensors[:n],
+            tensors[n:][: ctx.num_inputs],
+            tensors[n + ctx.num_inputs :],
+        )
+        plan = ctx.plan.restored(saved)
         need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[4 : 4 + n]
         need_x = ctx.needs_input_grad[4 + n :]
-        with without_autocast(dys[0]):
-            each = weights if n == 3 else weights[0].chunk(3)
-            uses = [[i for i in range(3) if ctx.sources[i] == s] for s in range(len(need_x))]
-            dxs = [
-                _input_grad([dys[i] for i in use], [each[i] for i in use]) if need else None
-                for use, need in zip(uses, need_x)
-            ]
-            dy_BTO = [plan.rows(dy, ctx.samples) for dy in dys]
-            x_BTI = [plan.rows(xs[s], ctx.samples) for s in ctx.sources] if xs else dy_BTO
-            size = 3 // n
-            parts = [
-                _wgrad(plan, x_BTI[i : i + size], dy_BTO[i : i + size], need, need_b, dtype)
-                for i, need in zip(range(0, 3, size), need_w)
-            ]
-            dws, dbs, rows = zip(*parts)
-            of_weights = [r[:size] for r, need in zip(rows, need_w) if need]
-            of_biases = [r[-size:] for r in rows if need_b]
+        each = weights if n == 3 else weights[0].chunk(3)
+        uses = [[i for i in range(3) if ctx.sources[i] == s] for s in range(len(need_x))]
+        dxs = [
+            _input_grad([dys[i] for i in use], [each[i] for i in use]) if need else None
+            for use, need in zip(uses, need_x)
+        ]
+        dy_BTO = [plan.rows(dy, ctx.samples) for dy in dys]
+        x_BTI = [plan.rows(xs[s], ctx.samples) for s in ctx.sources] if xs else dy_BTO
+        size = 3 // n
+        parts = [
+            _wgrad(plan, x_BTI[i : i + size], dy_BTO[i : i + size], need, need_b, dtype)
+            for i, need in zip(range(0, 3, size), need_w)
+        ]
+        dws, dbs, rows = zip(*parts)
+        of_weights = [r[:size] for r, need in zip(rows, need_w) if need]
+        of_biases = [r[-size:] for r in rows if need_b]
         return (
             torch.cat(dbs) if need_b else None,
             *(torch.cat([*of_weights, *of_biases]), None, None),

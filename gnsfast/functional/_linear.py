@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import autocast_dtype, cast_like, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan
 
@@ -20,33 +19,32 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan, *links: Tensor
     ) -> Tensor:
-        _, *need = ctx.needs_input_grad[:3]
-        plan.check("linear", probe, sum(need), w, bool(links))
-        ctx.parameter_dtype, ctx.samples, ctx.link_ids = w.dtype, plan.samples(probe), links[::3]
+        need_w, need_b = ctx.needs_input_grad[1:3]
+        plan.check("linear", probe, need_w + need_b, w, bool(links))
+        ctx.kept = plan.without_tensors(), plan.samples(probe), w.dtype, links[::3]
         w, b = cast_like(x, w, b)
-        ctx.save_for_backward(x if need[0] else None, w, *plan.tensors())
-        ctx.plan = plan.without_tensors()
+        ctx.save_for_backward(x if need_w else None, w, *plan.tensors())
         y = F.linear(x, w.t() if plan.transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
             # With a bias torch returns a view. Autograd forbids in-place operations on a view that
             # a custom Function returns.
-            y = torch.ops.aten._unsafe_view(y, y.shape)
+            y = y.data
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, *saved = ctx.saved_tensors
-        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *saved = tensors
+        plan, B, dtype, link_ids = ctx.kept
+        plan = plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]
-        with without_autocast(dy):
-            dx = dy @ (w.t() if plan.transposed else w) if need_x else None
-            dy = plan.rows(dy, ctx.samples)
-            x = dy if x is None else plan.rows(x, ctx.samples)
-            ids = torch.cat(link_ids, dim=1) if link_ids else None
-            a = plan.linear_wgrad(x, dy, need, ctx.parameter_dtype, ids)
-            dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
-            to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
+        dx = dy @ (w.t() if plan.transposed else w) if need_x else None
+        dy = plan.rows(dy, B)
+        x = dy if x is None else plan.rows(x, B)
+        ids = torch.cat(link_ids, 1) if link_ids else None
+        a = plan.linear_wgrad(x, dy, need, dtype, ids)
+        dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
+        to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
         return dx, dw if need[0] else None, db if need[1] else None, rows, None, *to_links
 
 

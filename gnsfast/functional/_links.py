@@ -28,7 +28,10 @@ groups the second is [2, B, S, D]."""
 
 
 def link_grads(
-    link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor, of_groups_BSD: Tensor | None = None
+    link_ids: tuple[Tensor, ...],
+    linked_BSD: Tensor,
+    dw_VD: Tensor,
+    of_groups_BSD: Tensor | None = None,
 ) -> list[Tensor | None]:
     """The gradients of each link's three tensors, from ``linked_BSD``, the rows of every sample's
     gradient at the ids of all links, the whole gradient ``dw_VD``, and the rows of the gradients of
@@ -45,7 +48,9 @@ def link_grads(
     return grads
 
 
-def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan) -> Tensor:
+def embedding_rows(
+    link_ids: tuple[Tensor, ...], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan
+) -> Tensor:
     """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier embeddings.
     Documents are one list of rows [1, N], where an id counts only within its own document.
     """

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import NormBackward
 from gnsfast.tensors import accumulate_dtype
@@ -38,32 +37,31 @@ class _Norm(torch.autograd.Function):
         else:
             y = F.rms_norm(x, shape, w, eps)
         ctx.save_for_backward(x, w, b, mean, rstd, *plan.tensors())
-        ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
-        ctx.shape, ctx.eps = shape, eps
+        ctx.kept = plan.without_tensors(), plan.samples(probe), len(shape), eps
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, mean, rstd, *saved = ctx.saved_tensors
-        plan, need = ctx.plan.restored(saved), ctx.needs_input_grad[1:3]
-
-        def rows(t: Tensor) -> Any:
-            return plan.rows(t.flatten(-len(ctx.shape)), ctx.samples)
-
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, mean, rstd, *saved = tensors
+        plan, B, dims, eps = ctx.kept
+        plan, need = plan.restored(saved), ctx.needs_input_grad[1:3]
+        lists = [None if t is None else t.flatten(-dims) for t in (dy, x, mean, rstd, w, b)]
+        rows: Any = [None if t is None else plan.rows(t, B) for t in lists[:4]]
         # torch's kernel assumes that the statistics are contiguous.
-        statistics: Any = (None if t is None else rows(t).contiguous() for t in (mean, rstd))
-        flat: Any = (None if p is None else p.flatten() for p in (w, b))
-        last: Any = *need, ctx.eps, 0.0, plan.starts, *plan.metric
-        with without_autocast(dy):
-            a = NormBackward(rows(dy), rows(x), *statistics, *flat, *last)
-            dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
-        dx = plan.rows_back(dx, x.flatten(-len(ctx.shape)).shape).reshape(x.shape)
-        dw, db = (
-            t.reshape(ctx.shape) if wanted and t is not None else None
-            for t, wanted in zip((dw, db), need)
-        )
+        statistics = (None if t is None else t.contiguous() for t in rows[2:])
+        last: Any = *need, eps, 0.0, plan.starts, *plan.metric
+        a = NormBackward(*rows[:2], *statistics, *lists[4:], *last)
+        dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
+        dx = _shaped(plan.rows_back(dx, lists[1]), x)
+        dw = _shaped(dw, w) if need[0] else None
+        db = _shaped(db, b) if need[1] else None
         return dx, dw, db, probe_rows, *(None,) * 4
+
+
+def _shaped(t: Tensor, like: Tensor) -> Tensor:
+    """``t.reshape_as(like)``, which takes 1 µs where it has that shape already."""
+    return t if t.shape == like.shape else t.reshape_as(like)
 
 
 def layer_norm(

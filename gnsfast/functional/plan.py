@@ -167,13 +167,13 @@ class Plan(NamedTuple):
             return t.flatten(0, -2) if t.ndim > 2 else t
         return samples_first(t, B, self.batch_dim)
 
-    def rows_back(self, t: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of ``rows``: ``t`` in the ``shape`` that it came in."""
+    def rows_back(self, t: Tensor, like: Tensor) -> Tensor:
+        """The reverse of ``rows``: ``t`` in the shape of ``like``, in which it came."""
         if self.batch_dim == 0:
-            return t.reshape(shape)
-        if len(shape) == 2:
-            return t.transpose(0, 1).reshape(shape)
-        return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+            return t.reshape_as(like)
+        if like.ndim == 2:
+            return t.transpose(0, 1).reshape_as(like)
+        return t.reshape(like.shape[1], like.shape[0], *like.shape[2:]).transpose(0, 1)
 
     @property
     def metric(self) -> tuple[list[Tensor], Tensor | None]:

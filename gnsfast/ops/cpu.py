@@ -19,7 +19,6 @@ from gnsfast.signatures import (
     LinearWgrad,
     Metric,
     NormBackward,
-    empty_rows,
     metric_of,
 )
 
@@ -64,9 +63,9 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lead = (a.experts,) if a.experts else ()
     dw = _empty(x, *lead, left.shape[-1], right.shape[-1])
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
-    rows = empty_rows(x, (1 + metric) * (1 + a.bias), a.samples)
+    rows = _empty(x, (1 + metric) * (1 + a.bias), a.samples + 2)
     if a.starts is None:
-        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(1 + a.bias)]
+        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(len(a.moments))]
         _wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
     else:
         _segments_wgrad(left, right, dw, db if a.bias else None, rows, a)
@@ -80,7 +79,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
         return reference.in_projection_wgrad(a)
     x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
     dw, db = _empty(x, O, x.shape[2]), _empty(x, O if a.bias else 0)
-    rows = empty_rows(x, parts * (1 + a.bias), B)
+    rows = _empty(x, parts * (1 + a.bias), B + 2)
     end = 0
     for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         own = slice(end, end := end + dy.shape[2])
@@ -103,10 +102,10 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     else:  # an RMS norm, whose statistics the kernel computes
         mean = rstd = None
     gain = w if w is None else w.float().contiguous()
-    dx = x.new_empty(shape)
+    dx = x.new_empty(*shape)
     dw = _empty(x, shape[2] if a.weight and w is not None else 0)
     db = _empty(x, shape[2] if a.bias and b is not None else 0)
-    rows = empty_rows(x, a.weight + a.bias, shape[0])
+    rows = _empty(x, a.weight + a.bias, shape[0] + 2)
     _module().norm_backward(
         instructions(),
         dy.data_ptr(),
@@ -143,7 +142,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         return reference.embedding_wgrad(a)
     ids = ids.to(torch.int64)
     dw = dy.new_zeros((a.num_embeddings, shape[2]), dtype=torch.float32)
-    rows = empty_rows(dy, 1, shape[0])
+    rows = _empty(dy, 1, shape[0] + 2)
     _module().embedding_wgrad(
         instructions(),
         dy.data_ptr(),
@@ -253,7 +252,7 @@ def _wgrad(
     """
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     sqnorm_B = None
-    if starts is None and not any(metrics) and takes_gram(B, T, M, N):
+    if starts is None and not metrics and takes_gram(B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
     kept = [_laid_out(metric) for metric in metrics if metric is not None]
@@ -285,7 +284,7 @@ def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
+    return like.new_empty(*shape, dtype=torch.float32)  # torch reads a tuple slowly
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:

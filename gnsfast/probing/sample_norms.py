@@ -131,15 +131,14 @@ class per_sample_sqnorms:
         except RuntimeError:
             slab.close()
             raise
-        sharded = slab.parameters.keys() - self._watch.watched
-        self._before = {name: checks.mark(slab.parameters[name]) for name in sharded}
         return self._norms
 
     def _got_gradient(self, name: str) -> bool:
         """Whether a parameter got a gradient in this pass."""
-        if name in self._before:
-            return checks.mark(self._slab.parameters[name]) != self._before[name]
-        return name in self._watch.arrived
+        watch = self._watch
+        if name in watch.unwatched:
+            return checks.mark(self._slab.parameters[name]) != watch.unwatched[name]
+        return name in watch.arrived
 
     def __exit__(
         self,

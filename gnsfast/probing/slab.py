@@ -51,7 +51,6 @@ class ProbeSlab:
         self.refresh()
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
-        self._waiting = False
         self.num_samples = 0
         self._passes = 1
 
@@ -96,10 +95,10 @@ class ProbeSlab:
     def _sums(self, device: torch.device, measure: int) -> Tensor:
         B = self.num_samples
         own = [self.rows_of(self.leaves[k]) for k in self._of_device[device]]
-        if measure:
-            zero = torch.zeros_like(own[0][:1])
-            own = [rows[measure:] if len(rows) > measure else zero for rows in own]
-        grad = torch.cat([rows[:1] for rows in own]) if own else torch.zeros(0, B + 2)
+        if self.sides.metric:  # else each has one row
+            row, zero = slice(measure, measure + 1), torch.zeros_like(own[0][:1])
+            own = [rows[row] if len(rows) > measure else zero for rows in own]
+        grad = torch.cat(own) if own else torch.zeros(0, B + 2)
         sums = grad[:, :B].sum(1, True, dtype=torch.float64)
         return torch.cat([sums, grad[:, B : B + 2].double()], 1)
 
@@ -221,16 +220,14 @@ class ProbeSlab:
         return found
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
-        self._at_end, self._waiting = at_end, False
+        self._at_end = at_end
         self.followed.passes.call_on_arrival(None if at_end is None else self._arrives)
 
     def _arrives(self) -> None:
         """Call ``at_end`` after this pass. A callback that another callback queues runs after the
         callbacks in which DDP and FSDP2 finish their gradients.
         """
-        if self._at_end is None or self._waiting:
-            return
-        self._waiting = True
+        self.followed.passes.call_on_arrival(None)  # until this pass has ended
         if self._at_start is not None:
             self._at_start()
             self._at_start = None
@@ -238,9 +235,9 @@ class ProbeSlab:
         engine.queue_callback(lambda: engine.queue_callback(self._end))
 
     def _end(self) -> None:
-        self._waiting = False
-        if self._at_end is not None:
-            self._at_end()
+        if (at_end := self._at_end) is not None:
+            self._watch_end(at_end)
+            at_end()
 
     def close(self) -> None:
         """Make the model what it was."""
