@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of PTX for products without a fence: planted faults, each noticed, and kernels that
+read by pointers.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from benchmarks import fences  # noqa: E402
+
+pytestmark = pytest.mark.source
+
+PRODUCT = "@%p24 tcgen05.mma.cta_group::1.kind::f16 [ %r627 + 0 ], %rd37, %rd38, %r55, %p23;"
+OF_HOPPER = "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r1}, %rd1, %rd2, 0, 1, 1, 0, 0;"
+FENCE = "fence.proxy.async.shared::cta;"
+RIGHT = f"""
+    cp.async.cg.shared.global [ %r81 + 0 ], [ %rd47 + 0 ], 0x10, %r82;
+    cp.async.commit_group;
+    cp.async.wait_group \t1;
+    bar.sync \t0;
+    {FENCE}
+    {PRODUCT}
+    {PRODUCT}
+"""
+
+FAULTS = {
+    "no fence": RIGHT.replace(FENCE, ""),
+    "a fence before the wait": f"{FENCE}\n{RIGHT.replace(FENCE, '')}",
+    "a fence after the products": f"{RIGHT.replace(FENCE, '')}\n{FENCE}",
+    "on Hopper": RIGHT.replace(FENCE, "wgmma.fence.sync.aligned;").replace(PRODUCT, OF_HOPPER),
+}
+
+ROOT = Path(__file__).parents[2]
+BY_POINTERS = r"^(linear_\w+ 128x128x64 8 warps 3 stages|gram (16|64)|attention .*), bf16"
+UNFENCED = {
+    "90": set(),
+    "100": {
+        "attention forward 256 sinks",
+        "attention queries 32 all, masked",
+        "attention queries 64 all, masked",
+        "attention queries 128 all, masked",
+        "attention keys 32 all, masked",
+        "attention keys 64 sinks",
+    },
+}
+"""Triton 3.7.1 and 3.8.0 put the fence before the wait: it orders copies that have not ended. With
+one stage these kernels would have no such copies.
+"""
+
+
+@pytest.mark.parametrize("code", [RIGHT, f"{PRODUCT}\n{RIGHT}", RIGHT.replace(PRODUCT, OF_HOPPER)])
+def test_right_code(code: str) -> None:
+    assert fences.unfenced(code) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault(name: str) -> None:
+    products = [OF_HOPPER if "Hopper" in name else PRODUCT] * 2
+    assert fences.unfenced(FAULTS[name]) == products
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", UNFENCED)
+def test_kernels_that_read_by_pointers(gpu: str) -> None:
+    """Seen to fail on Triton 3.6.0 and 3.7.0, where none of them has a fence after its waits."""
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    command = [sys.executable, "-m", "benchmarks.fences", gpu, BY_POINTERS]
+    compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    how = dict(stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=compiled)
+    done = subprocess.run(command, **how)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) > 25
+    assert {row["kernel"] for row in rows if row["unfenced"]} == UNFENCED[gpu]
