@@ -7,8 +7,10 @@ runs what the CPU kernel (``cpu.py``) does not take, and Triton runs what the CU
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -57,7 +59,24 @@ def missing(name: str, device: str) -> str:
             "for CPU tensors Triton needs its interpreter: set TRITON_INTERPRET=1 before Python "
             "starts"
         )
-    return ""
+    return _unfenced() if device == "cuda" else ""
+
+
+def _unfenced() -> str:
+    """Why this version of Triton may compute wrong numbers on this GPU; empty if it does not.
+
+    Before 3.7.1 Triton's products on a Blackwell GPU may read shared memory before a copy to it can
+    be seen (triton#10537; pytorch#181248 saw wrong numbers on a B200).
+    """
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (10, 0):
+        return ""
+    version = importlib.metadata.version("triton")
+    if tuple(int(n) for n in re.findall(r"\d+", version)[:3]) >= (3, 7, 1):
+        return ""
+    return (
+        f"Triton {version} may compute wrong products on this GPU (triton#10537): install Triton "
+        "3.7.1 or newer"
+    )
 
 
 def implementation(op: str, device: str) -> Callable[[Any], Any]:

@@ -101,6 +101,25 @@ with gnsfast.per_sample_sqnorms(layer, 2):
     assert why in last and "GNSFAST_BACKEND=reference" in last
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "runs"),
+    [
+        ("3.6.0", (10, 0), False),
+        ("3.7.0+git1", (12, 0), False),
+        ("3.7.1", (10, 0), True),
+        ("3.10.0", (10, 0), True),
+        ("3.6.0", (9, 0), True),
+    ],
+)
+def test_a_version_of_triton_with_wrong_products(
+    version: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: version)
+    assert (backends.missing("triton", "cuda") == "") is runs
+
+
 @pytest.fixture
 def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     """The module, on a device that it measures for the first time."""
