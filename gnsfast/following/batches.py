@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -254,11 +253,10 @@ class Batches:
         it. A block of one sample shows nothing.
         """
         samples, _, documents = self._passes.asked
-        model = self._structure.model
         leaves = self._structure.leaves_of(module)
         if documents is not None:
             samples = self._rows_in(args, kwargs)
-            if module is model or module not in self._looked:
+            if module is self._structure.model or module not in self._looked:
                 for leaf in leaves:
                     leaf.rows = samples
         alone = samples < 2 and documents is None
@@ -267,58 +265,67 @@ class Batches:
                 raise ObservationError(BLIND)
             return
         begun = time.perf_counter()
-        more: Iterator[Example] = iter(())
-        batch: Example | None = None
-        if documents is None:
-            batch = None if alone else Example.of(args, kwargs, samples, samples)
-            more = iter(()) if alone else Example.several(args, kwargs, samples)
-            example = next(more, None)
-        else:
-            example = Example.of_documents(args, kwargs, samples, documents)
-        own = 0 if example is None else example.n
+        examples = self._examples(args, kwargs, samples)
+        batch = next((e for e in examples if documents is None and e.n == samples), None)
+        own = examples[0].n if examples else 0
         n = shared(own, _smaller, self._groups)
         if not n and documents is not None:
             self._join(Proof("rows of packed documents are not samples here"))
             if not self._groups:  # the next batch may show more
                 return
-        self._looked.update(module.modules())
-        if module is not model:
-            self._parts.add(module)
-            self._structure.inside.add(module)
-            self._hooks.append(module.register_forward_hook(Hook(self._after)))
-        self.is_learned = module is model or all(
-            m in self._looked for m in model.modules() if m is not model
-        )
-        if module is model and documents is None:
-            self._sizes = _sizes(args, kwargs, samples)
-            self._proven_sizes = {(samples, *self._sizes)}
-            self._note_growth(args, kwargs)
+        self._see(module, args, kwargs, samples)
         if n and self._groups:
-            if example is None:
-                example = Example.of(args, kwargs, samples) if alone else None
-                example = example or Example.without_samples(args, kwargs, n)
-            example = example.part([k % example.n for k in range(n)])
-            found = self._learned_from(module, leaves, batch, [example], bool(own))
-        elif example is not None:
-            found = self._learned_from(module, leaves, batch, chain([example], more), True)
+            example = examples[0] if examples else Example.of(args, kwargs, samples)
+            example = example or Example.without_samples(args, kwargs, n)
+            examples = [example.part([k % example.n for k in range(n)])]
+        if examples:
+            found = self._learned_from(module, leaves, batch, examples, bool(own))
         else:
             self._is_blind = alone
             why = f"no argument of {type(module).__name__} has {samples} samples"
-            lost = module is not model and not alone
+            lost = module is not self._structure.model and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        if module is not model and (why := _unclear_in(args, kwargs, samples)):
+        if module is not self._structure.model and (why := _unclear_in(args, kwargs, samples)):
             found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
         _report(module, leaves, found)
+        if (call := self._on_learned()) is not None:
+            call()
+
+    def _examples(self, args: Any, kwargs: Any, samples: int) -> list[Example]:
+        """A few samples of a batch, other numbers of them if the model does not take these, and
+        all.
+        """
+        documents = self._passes.asked.documents
+        if documents is not None:
+            example = Example.of_documents(args, kwargs, samples, documents)
+            return [] if example is None else [example]
+        sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples)) if samples > 1 else ()
+        found = (Example.of(args, kwargs, samples, n) for n in sizes)
+        return [example for example in found if example is not None]
+
+    def _see(self, module: nn.Module, args: Any, kwargs: Any, samples: int) -> None:
+        """Note that a module is learnt, with all that it calls."""
+        model = self._structure.model
+        self._looked.update(module.modules())
+        if module is model:
+            self.is_learned = True
+            if self._passes.asked.documents is None:
+                self._sizes = _sizes(args, kwargs, samples)
+                self._proven_sizes = {(samples, *self._sizes)}
+                self._note_growth(args, kwargs)
+        else:
+            self._parts.add(module)
+            self._structure.inside.add(module)
+            self._hooks.append(module.register_forward_hook(Hook(self._after)))
+            self.is_learned = all(m in self._looked for m in model.modules() if m is not model)
         if self.is_learned:
             for hook in self._part_hooks:
                 hook.remove()
             self._part_hooks.clear()
-        if (call := self._on_learned()) is not None:
-            call()
 
     def _join(self, found: Proof) -> None:
         """Take over the proof of the model, or of one part more."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few samples of a batch, as the arguments of a model."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +35,6 @@ class Example(NamedTuple):
             return None
         whole = cls(tuple(args), dict(kwargs), B, dims)
         return whole.part([b % B for b in range(n)])
-
-    @classmethod
-    def several(cls, args: Any, kwargs: Any, B: int) -> "Iterator[Example]":
-        """A few samples of a batch of ``B``, then other numbers of them, last all."""
-        for n in dict.fromkeys((FEW, FEW + 1, FEW + 2, B)):
-            example = cls.of(args, kwargs, B, n)
-            if example is not None:
-                yield example
 
     @classmethod
     def without_samples(cls, args: Any, kwargs: Any, n: int) -> "Example":
