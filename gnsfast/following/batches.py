@@ -160,7 +160,7 @@ class Batches:
 
     def _has_first_gradient(self) -> bool:
         """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
-        silent, (B, last) = self.proof.silent, self._passes.last
+        silent, (B, last) = self.proof.silent, self._passes.last or (0, {})
         return any(leaf.name in silent and bool(rows[0, :B].any()) for leaf, rows in last.items())
 
     def _refuse_shapes(self, args: Any, kwargs: Any) -> None:
@@ -264,6 +264,9 @@ class Batches:
             if self._is_blind and not alone:
                 raise ObservationError(BLIND)
             return
+        if not leaves:
+            self._looked.update(module.modules())
+            return
         begun = time.perf_counter()
         examples = self._examples(args, kwargs, samples)
         batch = next((e for e in examples if documents is None and e.n == samples), None)
@@ -321,7 +324,8 @@ class Batches:
             self._parts.add(module)
             self._structure.inside.add(module)
             self._hooks.append(module.register_forward_hook(Hook(self._after)))
-            self.is_learned = all(m in self._looked for m in model.modules() if m is not model)
+            more = (m for m in model.modules() if m is not model and m not in self._looked)
+            self.is_learned = not any(self._structure.leaves_of(m) for m in more)
         if self.is_learned:
             for hook in self._part_hooks:
                 hook.remove()

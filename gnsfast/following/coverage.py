@@ -114,7 +114,8 @@ def coverage(model: nn.Module) -> Coverage:
         if why:
             rows.append(CoverageRow(name, p.numel(), "", False, None, why))
             continue
-        observed = None if followed.observed is None else name in followed.observed
+        last = followed.passes.last
+        observed = None if last is None else leaf in last[1]
         note = ""
         if name in followed.batches.proof.unproven:
             note = "not proven: the first batch gave it no gradient"

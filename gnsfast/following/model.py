@@ -24,8 +24,7 @@ class Followed:
     """A model whose parameters are followed while a block is open.
 
     ``structure`` are its parameters, ``passes`` their probes, and ``batches`` what its batches have
-    shown. ``observed`` are the parameters that backward reached in the last pass. ``is_audited``:
-    one pass was found to have measured all of the gradients.
+    shown. ``is_audited``: one pass was found to have measured all of the gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +32,6 @@ class Followed:
         self.leaves = self.structure.leaves
         self.passes = Passes(self.leaves)
         self.batches = Batches(self.structure, self.passes)
-        self.observed: set[str] | None = None
         self.is_open = self.is_audited = False
         self._gathered: list[_Gathered] = []
         self._release: Callable[[], object] | None = None

@@ -26,12 +26,12 @@ class Asked(NamedTuple):
 
 class Passes:
     """The probes of ``leaves``. ``asked`` is what the open block measures, and ``last`` the
-    number of samples and the rows of the last pass.
+    number of samples and the rows of the user's last pass, once there was one.
     """
 
     def __init__(self, leaves: list[Leaf]) -> None:
         self.leaves, self.asked = leaves, Asked()
-        self.last: tuple[int, dict[Leaf, Tensor]] = 0, {}
+        self.last: tuple[int, dict[Leaf, Tensor]] | None = None
         self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         self._key: Any = None  # of the probes of the open block
         self._watched: set[Any] = set()
@@ -102,9 +102,12 @@ class Passes:
         self._watched.clear()
 
     def rows(self, leaves: Sequence[Leaf] | None = None) -> dict[Leaf, Tensor]:
-        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached."""
+        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached: the user's, or for
+        ``leaves`` one for our own ends.
+        """
         found: dict[Leaf, Tensor] = {}
-        leaves = self.leaves if leaves is None else leaves
+        if leaves is None:
+            leaves, self.last = self.leaves, (self.asked.samples, found)
         for leaf in leaves:
             own = []
             if leaf.probe.grad is not None:
@@ -126,7 +129,6 @@ class Passes:
         for leaf in found:
             if leaf.is_known_joined and not leaf.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
-        self.last = self.asked.samples, found
         return found
 
 

@@ -236,7 +236,7 @@ def refuse_mixed_documents(
                 fill_probes(loss, leaves)
             except RuntimeError:  # as of a checkpoint with use_reentrant=True
                 return
-            for leaf, own in passes.rows().items():
+            for leaf, own in passes.rows(leaves).items():
                 norms = own[0, :samples]
                 mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
                 if mixed and not (leaf.failed or leaf.left_out):

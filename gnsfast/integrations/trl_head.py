@@ -45,8 +45,13 @@ def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
 def _is_of_trl(forward: Any) -> bool:
     """Whether a forward that was bound to a model is TRL's."""
     f = getattr(forward, "__func__", forward)
-    module: str = getattr(f, "__module__", "") or ""
+    # Its ``__module__`` is that of the forward which it takes the place of.
+    module: str = getattr(f, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] == "trl"
+
+
+METRICS = ("entropy", "log_sum_sq_probs", "mean_logits")
+"""Outputs of TRL's forward that its trainers log, and that no loss is made of."""
 
 
 class _Forward:
@@ -73,6 +78,9 @@ class _Forward:
         [log_probs] = ours
         self._compare(log_probs.detach(), outputs.log_probs.detach())
         outputs.loss = None  # its gradient is TRL's; the trainers take log_probs
+        for name in METRICS:
+            if isinstance(metric := getattr(outputs, name, None), Tensor):
+                setattr(outputs, name, metric.detach())
         outputs.log_probs = log_probs + (outputs.log_probs - log_probs).detach()
         return outputs
 

@@ -168,7 +168,6 @@ class per_sample_sqnorms:
         uses = torch.tensor(slab.uses, dtype=torch.float64, device="cpu")[order]
         found[:, 2] = calls_of(found[:, 2], uses, 1.0)
         sums = {slab.leaves[k].name: row for k, row in zip(order.tolist(), found.tolist())}
-        slab.followed.observed = {name for name, row in sums.items() if row[2] != 0}
         for name, (_, _, calls) in sums.items():
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
@@ -176,7 +175,7 @@ class per_sample_sqnorms:
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)
-        if not slab.followed.observed:
+        if not any(calls for _, _, calls in sums.values()):
             raise ObservationError(NO_BACKWARD + checks.explain_left_out(slab.followed))
         self._check_sums(sums)
 
