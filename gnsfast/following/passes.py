@@ -102,8 +102,8 @@ class Passes:
         self._watched.clear()
 
     def rows(self, leaves: Sequence[Leaf] | None = None) -> dict[Leaf, Tensor]:
-        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached: the user's, or for
-        ``leaves`` one for our own ends.
+        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached: a pass of the
+        user, or for ``leaves`` one of our own.
         """
         found: dict[Leaf, Tensor] = {}
         if leaves is None:
