@@ -3,7 +3,7 @@
 
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -13,28 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gnsfast.tensors import is_dtensor
 
 
 @contextmanager
 def kept_state(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers and the own attributes of all modules at the end, whether they were
-    written to or replaced: numbers, tensors, and what lists, dictionaries, sets and queues hold.
-    Other tensors are not written to, because graphs may hold them.
+    """Restore the state of a model at the end, whether it was written to or replaced: its buffers,
+    its parameters (as those of a teacher that forward updates), and the own attributes of its
+    modules: numbers, tensors, arrays, and what lists, dictionaries, tuples, sets and queues hold.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
-    containers = [
-        (value, copy(value))
-        for _, _, own in held
-        for value in own.values()
-        if type(value) in CONTAINERS
-    ]
-    inside = (c.values() if isinstance(c, dict) else c for _, c in containers)
-    found = chain(model.buffers(), *(own.values() for _, _, own in held), *inside)
-    tensors = {id(t): t for t in found if isinstance(t, Tensor) and _is_state(t)}
-    values = [(t, t._version, t.detach().clone()) for t in tensors.values()]
+    found = _Found()
+    for t in model.buffers():
+        found.add(t)
+    for _, _, own in held:
+        for value in own.values():
+            found.add(value)
+    writes = _Writes(model)
     try:
-        yield
+        with writes:
+            yield
     finally:
         for module, buffers, own in held:
             module._buffers.clear()
@@ -43,14 +44,85 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             for name in _own_attributes(module).keys() - own.keys():
                 del vars(module)[name]
             vars(module).update((k, v) for k, v in own.items() if k not in registered)
-        for container, content in containers:
-            container.clear()
-            is_row = isinstance(container, (list, deque))
-            (container.extend if is_row else container.update)(content)
-        with torch.no_grad():
-            for t, version, value in values:
-                if t._version != version:
-                    t.copy_(value)
+        found.restore()
+        writes.restore()
+
+
+class _Found:
+    """Values that can be written to, and what they held."""
+
+    def __init__(self) -> None:
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._tensors: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, value: Any) -> None:
+        """Keep what ``value`` holds, and all that is in it."""
+        if isinstance(value, Tensor):
+            # An attribute with a graph is an activation.
+            if value.grad_fn is None and not isinstance(value, nn.Parameter):
+                self._tensors[id(value)] = value, value.detach().clone()
+        elif type(value) in (*CONTAINERS, tuple) and id(value) not in self._containers:
+            self._containers[id(value)] = value, value if type(value) is tuple else copy(value)
+            for each in value.values() if isinstance(value, dict) else value:
+                self.add(each)
+        elif type(value).__module__ == "numpy" and hasattr(value, "setflags"):
+            self._tensors[id(value)] = value, value.copy()
+
+    def restore(self) -> None:
+        """Let all hold what they held."""
+        for container, content in self._containers.values():
+            if type(container) is not tuple:
+                container.clear()
+                is_row = isinstance(container, (list, deque))
+                (container.extend if is_row else container.update)(content)
+        for t, value in self._tensors.values():
+            if isinstance(t, Tensor):
+                t.data.copy_(value)  # .data: graphs may hold it, and its numbers stay what they are
+            elif t.flags.writeable:
+                t[...] = value
+
+
+class _Writes(TorchFunctionMode):
+    """Keeps a parameter's values when a function of torch is about to write to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._of = {}
+        for p in model.parameters():
+            if not is_dtensor(p) and (address := _address(p)):
+                self._of[address] = p
+        self._kept: dict[int, tuple[Any, Any, Any]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if (name[-1:] == "_" and name[-2:] != "__") or name == "__set__" or "out" in kwargs:
+            first = args[0] if args else None
+            written = first if isinstance(first, (list, tuple)) else (first,)
+            for t in (*written, kwargs.get("out")):
+                if isinstance(t, Tensor) and not is_dtensor(t):
+                    self._keep(t)
+        return func(*args, **kwargs)
+
+    def _keep(self, t: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            p: Any = self._of.get(_address(t))
+            if p is not None and id(p) not in self._kept:
+                data = p.data
+                self._kept[id(p)] = p, data, data.clone()
+
+    def restore(self) -> None:
+        """Let the parameters be what they were."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, data, value in self._kept.values():
+                data.copy_(value)
+                p.data = data
+
+
+def _address(t: Tensor) -> int:
+    try:
+        return t.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a tensor that consists of others
+        return 0
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -59,12 +131,7 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
-CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
-
-
-def _is_state(t: Tensor) -> bool:
-    """Whether a tensor holds a model's state. An attribute with a graph is an activation."""
-    return t.grad_fn is None and not isinstance(t, nn.Parameter)
+CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 
 
 @contextmanager

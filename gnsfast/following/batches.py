@@ -26,6 +26,7 @@ from gnsfast.following.options import EXCLUDED
 from gnsfast.following.passes import Asked, Passes, no_method
 from gnsfast.following.proof import Proof, Trial, prove, refuse_mixed_documents
 from gnsfast.following.structure import Structure, own_of
+from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.tensors import tensors_of
 
@@ -145,11 +146,12 @@ class Batches:
 
     def _look_again(self, args: Any, kwargs: Any) -> None:
         """Prove it with a later batch too: with those after the first one if it gave a parameter no
-        gradient, later if one has got its first gradient, and if the batch has another size.
+        gradient, later if one has got its first gradient, and if the batch has another size, or the
+        model another mode.
         """
         if self._learned is None or self._groups or not self._is_several:
             return
-        size = self._passes.asked.samples, *self._now_sizes
+        size = self._size(self._now_sizes)
         others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
         again = self._again and self.proof.unproven
         late = not again and self._late and self._has_first_gradient()
@@ -157,6 +159,10 @@ class Batches:
             self._again, self._late = self._again - bool(again), self._late - bool(late)
             self._proven_sizes.add(size)
             self._learn_again()
+
+    def _size(self, sizes: list[float]) -> tuple[Any, ...]:
+        """What tells a batch from those that have proven it."""
+        return self._structure.model.training, self._passes.asked.samples, *sizes
 
     def _has_first_gradient(self) -> bool:
         """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
@@ -238,15 +244,16 @@ class Batches:
 
     def _enter_with(self, leaves: list[Leaf], module: nn.Module) -> None:
         """Note that a module runs, whose calls of functions are counted from its start."""
-        inside = self._structure.inside
-        for leaf in () if inside else leaves:
+        running = self._structure.running
+        for leaf in () if running.modules else leaves:
             leaf.functions = 0
-        inside.add(module)
+        running.modules.add(module)
+        running.is_known = True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that the model, or a part, has run."""
         if not self.is_learning and not torch.compiler.is_compiling():
-            self._structure.inside.discard(module)
+            self._structure.running.modules.discard(module)
 
     def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
@@ -318,11 +325,11 @@ class Batches:
             self.is_learned = True
             if self._passes.asked.documents is None:
                 self._sizes = _sizes(args, kwargs, samples)
-                self._proven_sizes = {(samples, *self._sizes)}
+                self._proven_sizes = {self._size(self._sizes)}
                 self._note_growth(args, kwargs)
         else:
             self._parts.add(module)
-            self._structure.inside.add(module)
+            self._structure.running.modules.add(module)
             self._hooks.append(module.register_forward_hook(Hook(self._after)))
             more = (m for m in model.modules() if m is not model and m not in self._looked)
             self.is_learned = not any(self._structure.leaves_of(m) for m in more)
@@ -392,6 +399,9 @@ class Batches:
             if learned is None:
                 what = "does not take some of the samples of its batch"
                 return Proof(f"the model {what} ({error})")
+            unseen = [leaf for leaf in leaves if leaf not in learned.routes]
+            if unseen and module.training and not self._groups:
+                learned = learned.joined(self._skipped(run, module, unseen, example))
             if self._groups:
                 learned = self._shared(leaves, learned, is_own)
             is_part = module is not structure.model
@@ -406,6 +416,19 @@ class Batches:
                 return Proof("a process has no batch of several samples")
             trial = Trial(module, run, leaves, batch or example, example, learned)
             return prove(structure, passes, trial)
+
+    def _skipped(
+        self, run: Callable[..., Any], module: nn.Module, leaves: list[Leaf], example: Example
+    ) -> Learned | None:
+        """What evaluation mode shows of parameters that training mode did not use, as those of
+        layers that it skips at random; None if the model does not take the example there.
+        """
+        with kept_modes(module):
+            module.eval()
+            try:
+                return learn(self._structure, leaves, run, example)
+            except Exception:  # the model's own, whatever it is: then they stay unseen
+                return None
 
     def _takes(self, run: Callable[..., Any], example: Example) -> bool:
         """Whether a model takes all passes over an example without being looked at."""
@@ -429,14 +452,15 @@ class Batches:
     @contextmanager
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
         """Run the model for our own ends, and then let the user's pass begin."""
-        model, inside = self._structure.model, self._structure.inside
+        model, inside = self._structure.model, self._structure.running.modules
         used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
         outside = model not in inside
         inside.add(model)
         self.is_learning = True
         try:
-            # A checkpoint around the model must not count what is saved here.
-            own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            # A checkpoint around the model must not count what is saved here. (A result that is
+            # saved as it is would hold its graph, which would hold it.)
+            own_hooks = torch.autograd.graph.saved_tensors_hooks(_detached, _same)
             with _in_eager_mode(), own_hooks:
                 yield
         finally:
@@ -527,6 +551,10 @@ def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
         if t.ndim > 2 and t.shape[:2] == (samples, samples):
             return SQUARE
     return ""
+
+
+def _detached(t: Tensor) -> Tensor:
+    return t.detach()
 
 
 def _same(t: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 """The functions of torch by what they do with a parameter, and a call of one of them."""
 
 import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +59,11 @@ COMPILED = KEEPS | SHIFTS | PIECES | {"embedding"}
 CASTS = frozenset(("to", "type_as"))
 COPIES = frozenset("expand expand_as repeat broadcast_to".split())
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+RANDOM = frozenset(
+    "dropout dropout_ alpha_dropout feature_dropout feature_alpha_dropout dropout1d dropout2d "
+    "dropout3d bernoulli rand_like randn_like normal gumbel_softmax rrelu multinomial".split()
+)
+"""Functions that draw random numbers."""
 
 _views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")}
 _views |= {getattr(Tensor, name).__get__: "adjoint" for name in ("H", "mH")}
@@ -126,6 +133,23 @@ class Call:
         """The result of the function."""
         args, kwargs = self._given
         return self.func(*args, **kwargs)
+
+    def as_drawn(self) -> Callable[[], AbstractContextManager[Any]]:
+        """A context in which the function draws the same random numbers as if it ran now."""
+        if self.name not in RANDOM:
+            return nullcontext
+        devices = {t.device for t in self.leaves if isinstance(t, Tensor) and t.is_cuda}
+        state, states = torch.get_rng_state(), [(torch.cuda.get_rng_state(d), d) for d in devices]
+
+        @contextmanager
+        def drawn() -> Iterator[None]:
+            with torch.random.fork_rng(devices=devices):
+                torch.set_rng_state(state)
+                for own in states:
+                    torch.cuda.set_rng_state(*own)
+                yield
+
+        return drawn
 
     def run_with(self, values: dict[int, Any]) -> Any:
         """The result of the function with other values at some places."""

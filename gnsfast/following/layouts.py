@@ -118,6 +118,8 @@ class Print(NamedTuple):
         if is_dtensor(t):  # a vocabulary in parts can be added up only once
             partial = any(placement.is_partial() for placement in t.placements)
             t = t.to_local() if partial else t.full_tensor()
+        if t.is_nested:
+            return cls(torch.Size(), ())
         shape, t = t.shape, t.detach().as_subclass(Tensor)
         if t.is_complex():
             t = torch.view_as_real(t).sum(-1)

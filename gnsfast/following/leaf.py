@@ -67,10 +67,25 @@ ADD_UP = (
 )
 
 
+class Running:
+    """The modules that run, of those that a batch has shown. ``is_known``: hooks have told of some
+    in this block, as they do not in compiled code.
+    """
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+        self.is_known = False
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether none of them runs."""
+        return self.is_known and not self.modules
+
+
 class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
 
-    ``inside`` are the modules that run, of those that a batch has shown.
+    ``running`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
     itself. ``growth``: by these factors a sample may have more rows than in the example. ``chosen``
     are functions by which other parameters took rows that the data had chosen: so does one of an
@@ -104,7 +119,7 @@ class Leaf:
         self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
-        self.inside: set[nn.Module] = set()
+        self.running = Running()
         self.steps: tuple[Step, ...] = ()
         self.routes: tuple[str, ...] = ()
         self.learn([])
@@ -176,7 +191,7 @@ class Leaf:
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
         if not self.is_learned:
             return None
-        if not (self.inside or in_backward):
+        if self.running.is_outside and not in_backward:
             step = self.by_name.get(name)
             return None if step is None or step.is_use else step
         if number < len(self.steps) or (in_backward and self.steps):

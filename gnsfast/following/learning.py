@@ -49,6 +49,13 @@ class Learned(NamedTuple):
             leaf.functions = 0
             leaf.chosen = leaf.chosen | chosen
 
+    def joined(self, other: "Learned | None") -> "Learned":
+        """The same with what another example has shown of leaves that this one did not use."""
+        if other is None:
+            return self
+        steps, routes = other.steps | self.steps, other.routes | self.routes
+        return self._replace(steps=steps, routes=routes)
+
     def by(self, key: Callable[[Any], Any]) -> "Learned":
         """The same with another key for each leaf, such as its name."""
         steps = {key(leaf): v for leaf, v in self.steps.items()}

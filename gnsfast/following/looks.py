@@ -177,7 +177,8 @@ class Look(TorchFunctionMode):
                 torch.is_grad_enabled(),
                 owner_N,
                 None if owner_N is None or x is None else _number(x.detach()),
-                any(mark in (RAGGED, SORTED) for mark in marks),
+                any(mark in (RAGGED, SORTED) for mark in marks)
+                or any(t.is_nested for t in results),
             )
         )
         if copied is None:

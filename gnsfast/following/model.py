@@ -85,7 +85,7 @@ class Followed:
             if id(leaf.parameter) not in sharded:
                 attach(leaf, leaf.parameter)
         if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
-            structure.inside.add(structure.model)  # no hook tells when it runs
+            structure.running.modules.add(structure.model)  # no hook tells when it runs
         prepare_compiler()
         if in_stages:
             return
@@ -104,13 +104,14 @@ class Followed:
             leaf.next_pass()
         if torch.is_grad_enabled():
             self.batches.learn(stage, args, kwargs)
-        self.structure.inside.add(stage)
+        self.structure.running.modules.add(stage)
         yield
-        self.structure.inside.discard(stage)
+        self.structure.running.modules.discard(stage)
 
     def close(self) -> None:
         """Make the model what it was."""
-        self.structure.inside.clear()
+        self.structure.running.modules.clear()
+        self.structure.running.is_known = False
         if self._release is not None:
             self._release()
         self.batches.end()

@@ -46,13 +46,13 @@ def place_of(found: object, x: Tensor, leaf: Leaf) -> Layout | None:
 
 def guessed(t: Tensor, leaf: Leaf) -> Layout | Chosen | None:
     """Where the samples lie in a tensor that no example has shown: along dimension 0, if no other
-    one but the last has their number, or in rows that an index has chosen. None if neither.
+    one has their number, or in rows that an index has chosen. None if neither.
     """
     if leaf.lanes == 1:
         return ALONE if t.ndim else None
     if t.ndim == 2 and not compiling() and (owner_N := owners(t, leaf)) is not None:
         return Chosen(owner_N)
-    first = t.ndim > 0 and t.shape[0] == leaf.lanes and leaf.lanes not in t.shape[1:-1]
+    first = t.ndim > 0 and t.shape[0] == leaf.lanes and leaf.lanes not in t.shape[1:]
     return FIRST if first else None
 
 

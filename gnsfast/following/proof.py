@@ -6,6 +6,7 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,11 +104,21 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
         with kept_modes(trial.module):
             trial.module.eval()
             alone = _compared(structure, passes, trial, ALONE)
-        found = own._replace(wrong=found.wrong | own.wrong | alone.wrong)
-    elif not found.reason and SHARED in trial.learned.results:
-        of_loss = _compared(structure, passes, trial, LOSS).reason
-        found = found._replace(of_loss=of_loss if of_loss == JOINED else "")
+            if not alone.reason:
+                alone = _with_loss(structure, passes, trial, alone)
+        wrong = found.wrong | own.wrong | alone.wrong
+        found = own._replace(wrong=wrong, of_loss=alone.of_loss)
+    elif not found.reason:
+        found = _with_loss(structure, passes, trial, found)
     return found._replace(wrong=shared(found.wrong, _either, structure.groups))
+
+
+def _with_loss(structure: Structure, passes: Passes, trial: Trial, found: Proof) -> Proof:
+    """``found``, with what is wrong in the loss that the model returns beside its outputs."""
+    if SHARED not in trial.learned.results:
+        return found
+    reason = _compared(structure, passes, trial, LOSS).reason
+    return found._replace(of_loss=reason if reason == JOINED else "")
 
 
 def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> Proof:
@@ -121,10 +132,13 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         for leaf in leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
         drew = structure.on_any(chance_of(structure.parameters()) != before)
-        if drew and how != TOGETHER:
-            return Proof(DRAWS, _failed(leaves))
+        if drew and how == LOSS:
+            return Proof(DRAWS)
         weighed = [] if how == LOSS else _weighed(results, learned.results, B, example.n)
-        if structure.on_any(not weighed):
+        lost = structure.on_any(not weighed)
+        if drew and how == ALONE and lost:
+            return Proof(DRAWS, _failed(leaves))
+        if lost:
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
             if structure.on_any(not weighed):
                 return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
@@ -136,6 +150,8 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
+    if drew and how == ALONE:
+        return Proof(DRAWS, failed | dict.fromkeys(_mixed(norms, example.n), MIXED))
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
@@ -335,6 +351,8 @@ def judge(
     the first samples; the loss has no part of the others, which have no gradient. ``by_loss``: the
     loss is the model's own, in which each sample may have another weight than alone.
     """
+    if not all(math.isfinite(float(own[: len(truth)].sum())) for own in norms.values()):
+        return Proof("the gradients of its samples are not finite")
     if by_loss:
         truth = [_scaled(k, own, norms) for k, own in enumerate(truth)]
     totals = [sum(each.values()) for each in truth]
@@ -343,7 +361,7 @@ def judge(
     for leaf in leaves:
         eps = torch.finfo(leaf.current.dtype).eps
         real = [each[leaf] for each in truth]
-        noise = [8 * eps * total**0.5 + LEAST for total in totals]
+        noise = [32 * eps * total**0.5 + LEAST for total in totals]
         if not any(r**0.5 > small for r, small in zip(real, noise)):
             unproven.add(leaf.name)
             silent |= set() if any(real) else {leaf.name}
@@ -361,9 +379,18 @@ def judge(
                 if not any(own):
                     wrong[leaf.name] = UNSEEN
                 break
-        if not by_loss and sum(own[len(truth) :]) > 1e-12 * sum(own):
-            wrong.setdefault(leaf.name, MIXED)
+    for name in () if by_loss else _mixed(norms, len(truth)):
+        wrong.setdefault(name, MIXED)
     return Proof("", wrong, frozenset(unproven), frozenset(silent))
+
+
+def _mixed(norms: dict[Leaf, Tensor], samples: int) -> list[str]:
+    """The parameters of which samples have norms that have no part in the loss of the first."""
+    return [
+        leaf.name
+        for leaf, own in norms.items()
+        if float(own[samples:].sum()) > 1e-12 * float(own.sum())
+    ]
 
 
 def _scaled(k: int, truth: dict[Leaf, float], norms: dict[Leaf, Tensor]) -> dict[Leaf, float]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
-from gnsfast.following.leaf import Leaf
+from gnsfast.following.leaf import Leaf, Running
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import kept_chance, kept_state
 from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
@@ -23,19 +23,19 @@ class Structure:
 
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
-    ``inside`` are the modules that run. ``is_bare``: the model runs without being followed.
+    ``running`` are the modules that run. ``is_bare``: the model runs without being followed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._version = _registrations[0]
-        self.inside: set[nn.Module] = set()
+        self.running = Running()
         names, at_rest = excluded_names(model), parameters_at_rest(model)
         of: dict[int, Leaf] = {}
         for name, p in model.named_parameters():
             if p.requires_grad and not nn.parameter.is_lazy(p):
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
-                leaf.inside = self.inside
+                leaf.running = self.running
                 leaf.is_opaque = bool(why := why_opaque(p))
                 leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())

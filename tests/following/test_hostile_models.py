@@ -3,8 +3,12 @@
 or left out by name, in the first batch and in later ones of other sizes.
 """
 
+import gc
 import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy
@@ -465,3 +469,138 @@ def test_a_loss_of_the_model_in_which_samples_meet(caplog: pytest.LogCaptureFixt
     assert "own loss" in caplog.text
     shown = gnsfast.coverage(model)
     assert not shown.proof and "samples meet" in shown.proof_of_loss and "own loss" in str(shown)
+
+
+class Teacher(nn.Module):
+    """A frozen teacher, a code book and a centre that forward updates in ways that leave no
+    version, and state in containers of containers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.teacher = linear(), linear().requires_grad_(False)
+        self.register_buffer("book", torch.randn(4, D))
+        self.counts: dict[str, Any] = {
+            "of": [torch.zeros(1), Counter(a=1)],
+            "array": numpy.zeros(2),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        self.teacher.weight.data.mul_(0.9).add_(self.a.weight.data, alpha=0.1)
+        with torch.no_grad():
+            self.teacher.bias.lerp_(self.a.bias, 0.1)
+        self.book.data = 0.9 * self.book + 0.1 * h.detach().flatten(0, -2).mean(0)
+        self.book.data[0].add_(1.0)
+        self.counts["of"][0].add_(1.0)
+        self.counts["of"][1]["a"] += 1
+        self.counts["array"] += 1
+        return h + self.teacher(x) - self.book.mean(0) + float(self.counts["array"][0])
+
+
+def test_state_that_a_forward_pass_writes_to() -> None:
+    plain, x = Teacher(), torch.randn(4, 6, D)
+    own = deepcopy(plain)
+    with gnsfast.per_sample_sqnorms(own, 4):
+        y = own(x)
+        per_sample(y).sum().backward()
+    torch.testing.assert_close(y, plain(x))
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(own.state_dict()[key], value)
+    assert own.counts["of"][1] == plain.counts["of"][1] == Counter(a=2)
+    assert float(own.counts["of"][0]) == 1 and own.counts["array"].tolist() == [1, 1]
+
+
+def test_nothing_of_a_look_stays_alive() -> None:
+    """Functions that save their result would hold their graph."""
+    model = nn.Sequential(linear(), nn.Tanh(), nn.Softmax(-1), linear())
+    gnsfast.configure(model, example=torch.randn(4, 6, D))
+    alive = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_batch_that_is_not_finite_says_nothing() -> None:
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 4
+    bad = torch.randn(5, 6, D)
+    bad[0, 0, 0] = torch.nan
+    with gnsfast.per_sample_sqnorms(model, 5):
+        per_sample(model(bad)).sum().backward()
+    model.zero_grad()
+    assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 4
+
+
+def test_evaluation_mode_first() -> None:
+    """Training mode is proven by its own first batch."""
+    model = nn.Sequential(linear(), BatchMean(), linear()).eval()
+    assert len(right_or_named(model, torch.randn(6, D), 6)) == 4
+    assert right_or_named(model.train(), torch.randn(6, D), 6) <= {"2.weight", "2.bias"}
+
+
+def test_large_batches_that_meet_in_training_mode_only() -> None:
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        h = m.drop(m.a(x))
+        if m.training and len(x) > 3:
+            h = h + h.roll(len(x) // 2, 0)
+        y: Tensor = m.b(h)
+        return y
+
+    model = Own(mixed, a=linear(), b=linear(), drop=nn.Dropout(0.2))
+    assert right_or_named(model, torch.randn(8, D), 8) <= {"b.weight", "b.bias"}
+
+
+def test_a_table_of_parameters_behind_dropout() -> None:
+    """Its random numbers are drawn once."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.a(x + m.drop(m.table)[: x.shape[1]])
+        return y
+
+    model = Own(run, a=linear(), table=torch.randn(9, D), drop=nn.Dropout(0.3))
+    assert right_or_named(model, torch.randn(4, 6, D), 4) == {"a.weight", "a.bias", "table"}
+
+
+class SkipsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not (self.training and float(torch.rand(())) < 0.5):
+                x = x + F.dropout(torch.tanh(layer(x)), 0.1, self.training)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_are_skipped_at_random(seed: int) -> None:
+    """Evaluation mode shows those that the first batch did not use."""
+    torch.manual_seed(seed)
+    model = SkipsLayers()
+    for _ in range(3):
+        assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 12
+
+
+class TwoLayouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = linear(), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(self.a(x.transpose(0, 1)).tanh().transpose(0, 1))
+        return F.linear(y, self.w * 2)
+
+
+def test_compiled_code_has_the_layouts_of_the_first_batch() -> None:
+    """No hook tells there when the model runs."""
+    model = TwoLayouts()
+    compiled = torch.compile(model, backend="eager")
+    for B, T in ((4, 6), (4, 6), (5, 6), (8, 8)):
+        x = torch.randn(B, T, D)
+        real = in_its_batch(model, lambda: per_sample(model(x)))  # noqa: B023
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            per_sample(compiled(x)).sum().backward()
+        model.zero_grad()
+        assert_norms(norms, real, rtol=1e-3)

@@ -73,9 +73,11 @@ def test_weight_that_a_kernel_takes_too() -> None:
     """
 
     class Fused(Model):
+        fuses = True
+
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            return unseen.linear(y, self.first.weight) if self.training else y
+            return unseen.linear(y, self.first.weight) if self.fuses else y
 
     model, x = Fused(), torch.randn(4, 5)
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
@@ -83,10 +85,12 @@ def test_weight_that_a_kernel_takes_too() -> None:
     assert norms.keys() == {"last.weight", "last.bias", "first.bias"}
     row = gnsfast.coverage(model).rows[0]
     assert not row.static and "its norm for a sample" in row.reason
-    model = Fused().eval()
+    model = Fused()
+    model.fuses = False
     run(model, x)
+    model.fuses = True
     with pytest.raises(ObservationError, match=r"first\.weight: .*the part that was measured"):
-        with gnsfast.per_sample_sqnorms(model.train(), 4, audit="always"):
+        with gnsfast.per_sample_sqnorms(model, 4, audit="always"):
             model(x).square().sum().backward()
 
 
