@@ -87,10 +87,10 @@ class _Writes(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._of = {}
+        self._at: dict[int, list[Any]] = {}  # several parameters may be pieces of one memory
         for p in model.parameters():
             if not is_dtensor(p) and (address := _address(p)):
-                self._of[address] = p
+                self._at.setdefault(address, []).append(p)
         self._kept: dict[int, tuple[Any, Any, Any]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,10 +105,12 @@ class _Writes(TorchFunctionMode):
 
     def _keep(self, t: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            p: Any = self._of.get(_address(t))
-            if p is not None and id(p) not in self._kept:
-                data = p.data
-                self._kept[id(p)] = p, data, data.clone()
+            address = _address(t)
+            for p in self._at.get(address, ()):
+                # FSDP2 frees parameters between their uses.
+                if id(p) not in self._kept and _address(p) == address:
+                    data = p.data
+                    self._kept[id(p)] = p, data, data.clone()
 
     def restore(self) -> None:
         """Let the parameters be what they were."""

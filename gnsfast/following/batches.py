@@ -329,7 +329,7 @@ class Batches:
                 self._note_growth(args, kwargs)
         else:
             self._parts.add(module)
-            self._structure.running.modules.add(module)
+            self._enter_with([], module)
             self._hooks.append(module.register_forward_hook(Hook(self._after)))
             more = (m for m in model.modules() if m is not model and m not in self._looked)
             self.is_learned = not any(self._structure.leaves_of(m) for m in more)

@@ -68,7 +68,9 @@ def _unfenced() -> str:
     Before 3.7.1 Triton's products on a Blackwell GPU may read shared memory before a copy to it can
     be seen (triton#10537; pytorch#181248 saw wrong numbers on a B200).
     """
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (10, 0):
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return ""
+    if torch.cuda.get_device_capability() < (10, 0):
         return ""
     version = importlib.metadata.version("triton")
     if tuple(int(n) for n in re.findall(r"\d+", version)[:3]) >= (3, 7, 1):

@@ -115,6 +115,7 @@ def test_a_version_of_triton_with_wrong_products(
     version: str, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is there on Linux alone")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: version)
     assert (backends.missing("triton", "cuda") == "") is runs
