@@ -89,12 +89,13 @@ def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors that ``map_tensors`` reaches."""
+    """The tensors that ``map_tensors`` reaches, in its order."""
     found: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
-
-    map_tensors(note, tree)
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, MutableMapping):
+            found += tensors_of([*leaf.values()])
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_of([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
     return found

@@ -130,10 +130,11 @@ class Batches:
         structure, documents = self._structure, self._passes.asked.documents
         self._enter_with(structure.leaves, self._caller())
         self._run, self._batch = run, (args, kwargs)
-        self._refuse_shapes(args, kwargs)
+        given = tensors_of((args, kwargs))
+        self._refuse_shapes(given)
         if documents is None:
-            self._note_growth(args, kwargs)
-            self._look_again(args, kwargs)
+            self._note_growth(given)
+            self._look_again()
         self._fail_wrong()
         self.learn(structure.model, args, kwargs)
         if documents is not None and not self._is_apart:
@@ -144,7 +145,7 @@ class Batches:
         """Whether the batch of the open block has several samples."""
         return self._passes.asked.samples > 1
 
-    def _look_again(self, args: Any, kwargs: Any) -> None:
+    def _look_again(self) -> None:
         """Prove it with a later batch too: with those after the first one if it gave a parameter no
         gradient, later if one has got its first gradient, and if the batch has another size, or the
         model another mode.
@@ -169,13 +170,13 @@ class Batches:
         silent, (B, last) = self.proof.silent, self._passes.last or (0, {})
         return any(leaf.name in silent and bool(rows[0, :B].any()) for leaf, rows in last.items())
 
-    def _refuse_shapes(self, args: Any, kwargs: Any) -> None:
+    def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
         samples, _, documents = self._passes.asked
         name = type(self._structure.model).__name__
-        shapes = [t.shape for t in tensors_of((args, kwargs))]
+        shapes = [t.shape for t in given]
         some = ", ".join(str(list(shape)) for shape in shapes[:4])
-        if documents is not None and shapes and not self._rows_in(args, kwargs):
+        if documents is not None and shapes and not self._rows_in(given):
             raise SampleShapeError(
                 f"{name}: cu_seqlens ends at token {documents.tokens}, but the model got tensors "
                 f"of shape {some}, none of which has so many tokens in its leading dimensions. If "
@@ -188,16 +189,16 @@ class Batches:
                 f"{some}, none of which has dimension 0 or 1 of that size. Check num_samples."
             )
 
-    def _rows_in(self, args: Any, kwargs: Any) -> int:
+    def _rows_in(self, given: list[Tensor]) -> int:
         """How many rows of a batch hold the packed documents; 0 if that is not known."""
         documents = self._passes.asked.documents
         assert documents is not None
-        found = (_rows_of(t.shape, documents.tokens) for t in tensors_of((args, kwargs)))
+        found = (_rows_of(t.shape, documents.tokens) for t in given)
         return next((rows for rows in found if rows), 0)
 
-    def _note_growth(self, args: Any, kwargs: Any) -> None:
+    def _note_growth(self, given: list[Tensor]) -> None:
         """Note how much longer than in the first batch the samples of this batch are."""
-        sizes = _sizes(args, kwargs, self._passes.asked.samples)
+        sizes = _sizes(given, self._passes.asked.samples)
         if sizes == self._now_sizes or len(sizes) != len(self._sizes):
             return
         self._now_sizes = sizes
@@ -262,7 +263,7 @@ class Batches:
         samples, _, documents = self._passes.asked
         leaves = self._structure.leaves_of(module)
         if documents is not None:
-            samples = self._rows_in(args, kwargs)
+            samples = self._rows_in(tensors_of((args, kwargs)))
             if module is self._structure.model or module not in self._looked:
                 for leaf in leaves:
                     leaf.rows = samples
@@ -324,9 +325,10 @@ class Batches:
         if module is model:
             self.is_learned = True
             if self._passes.asked.documents is None:
-                self._sizes = _sizes(args, kwargs, samples)
+                given = tensors_of((args, kwargs))
+                self._sizes = _sizes(given, samples)
                 self._proven_sizes = {self._size(self._sizes)}
-                self._note_growth(args, kwargs)
+                self._note_growth(given)
         else:
             self._parts.add(module)
             self._enter_with([], module)
@@ -535,10 +537,9 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
+def _sizes(given: list[Tensor], samples: int) -> list[float]:
     """How many elements the tensors of a batch have for each sample."""
-    given = [t for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
-    return [t.numel() / samples for t in given] if samples else []
+    return [t.numel() / samples for t in given if samples and samples in t.shape[:2]]
 
 
 def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
