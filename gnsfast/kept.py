@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores what a measurement must not change: buffers, gradients, modes and random state."""
+"""Restores what a measurement must not change: state, gradients, modes and random generators."""
 
 import random
 import sys
@@ -149,7 +149,7 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and training flags at the end. Inside, gradients are None."""
+    """Restore gradients, state and training flags at the end. Inside, gradients are None."""
     grads = [(p, p.grad) for p in model.parameters()]
     for p, _ in grads:
         p.grad = None

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.examples import FEW, Example
 from gnsfast.following.hooks import Hook
-from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
@@ -46,7 +45,6 @@ class Batches:
         self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
-        self._places: list[Place] = []
         self._few, self._again, self._late = FEW, 0, AGAIN
         self._proven_sizes: set[Any] = set()
         self._wrong_later: dict[str, str] = {}
@@ -84,9 +82,8 @@ class Batches:
             self._hook_before(m, self._before_unseen)
         model = self._structure.model
         for m in () if self.is_learned else model.modules():
-            if m in self._looked or isinstance(m, torch.jit.ScriptModule):
-                continue
-            if m is not model:
+            is_known = m is model or m in self._looked
+            if not (is_known or isinstance(m, torch.jit.ScriptModule)):
                 self._part_hooks.append(self._hook_before(m, self._before_part))
 
     def _hook_before(self, module: nn.Module, run: Callable[..., Any]) -> Any:
@@ -412,7 +409,7 @@ class Batches:
                 leaf.left_out = UNCLEAR
             self.is_half |= learned.is_half
             if not is_part:
-                self._places, self._few, self._again = learned.results, example.n, AGAIN
+                self._few, self._again = example.n, AGAIN
                 self._learned, self.is_by_run = learned, self._run is not None
             if structure.on_any(not is_own):
                 return Proof("a process has no batch of several samples")
@@ -476,11 +473,12 @@ class Batches:
     def _see_documents_apart(self, args: Any, kwargs: Any) -> None:
         """Raise if packed documents attend to each other."""
         leaves = self._structure.leaves
-        if self._structure.units or (leaves[0].rows > 1 and not self._places):
+        places = [] if self._learned is None else self._learned.results
+        if self._structure.units or (leaves[0].rows > 1 and not places):
             self._is_apart = True
             return
         with self._looking(leaves):
-            refuse_mixed_documents(self._structure, self._passes, args, kwargs, self._places)
+            refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
         self._is_apart = True
 
 
