@@ -305,7 +305,7 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None
     before = [call.leaves[i]._version for i in call.own] if eager else []
     if eager and call.is_in_place:
         call.keep_first()
-    drawn = call.as_drawn() if eager else nullcontext
+    as_now = call.as_now() if eager else nullcontext
     out = call.run()
     is_written = eager and [call.leaves[i]._version for i in call.own] != before
     is_written |= eager and call.is_in_place
@@ -324,7 +324,7 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None
             for leaf in leaves:
                 leaf.fail(COMPLEX)
             continue
-        made = _expression(call, leaves, k, t, is_written, drawn)
+        made = _expression(call, leaves, k, t, is_written, as_now)
         if eager:
             mark_made(t)
             first_leaf(call.expressions).made.append(weakref.ref(t))
@@ -343,12 +343,12 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None
 
 
 def _expression(
-    call: Call, leaves: tuple[Leaf, ...], k: int, t: Tensor, is_written: bool, drawn: Any
+    call: Call, leaves: tuple[Leaf, ...], k: int, t: Tensor, is_written: bool, as_now: Any
 ) -> Expression:
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
     is_remade = not compiling() or first.leaves[0].facts.v is not None
-    make = _remade(call, k, is_written, drawn) if is_remade else _not_remade
+    make = _remade(call, k, is_written, as_now) if is_remade else _not_remade
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
     shifted = first.is_shifted or name in SHIFTS
     if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
@@ -370,9 +370,9 @@ def _is_plain_index(index: list[Any]) -> bool:
     return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index)
 
 
-def _remade(call: Call, k: int, is_written: bool, drawn: Any) -> Callable[..., Tensor]:
-    """A function that computes result number ``k`` again, from other tensors for the leaves, with
-    the random numbers that were ``drawn``.
+def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., Tensor]:
+    """A function that computes result number ``k`` again, from other tensors for the leaves, in the
+    context ``as_now``.
     """
     func, spec, own, expressions = call.func, call.spec, call.own, call.expressions
     constants = [t.detach() if isinstance(t, Tensor) else t for t in call.constants]
@@ -385,7 +385,7 @@ def _remade(call: Call, k: int, is_written: bool, drawn: Any) -> Callable[..., T
         if is_written and 0 not in own:
             arguments[0] = arguments[0].clone()
         args, kwargs = pytree.tree_unflatten(arguments, spec)
-        with drawn():
+        with as_now():
             out = func(*args, **kwargs)
         out = tuple(out) if hasattr(out, "__next__") else out
         result: Tensor = pytree.tree_leaves(out)[k]

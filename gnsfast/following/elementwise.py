@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import functional
 from gnsfast.following import packed
@@ -22,7 +21,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
 from gnsfast.following.uses import bare, plan_for
-from gnsfast.functional import Plan
+from gnsfast.functional import Plan, backward_pass
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -51,9 +50,9 @@ class _Spread(torch.autograd.Function):
         return e.detach().expand(shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan.restored(ctx.saved_tensors)
+    @backward_pass
+    def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        plan = ctx.plan.restored(tensors)
         if plan.starts is None:
             g_BTP = of_samples(g, ctx.own, ctx.layout, ctx.samples)
         else:

@@ -3,7 +3,7 @@
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -134,22 +134,32 @@ class Call:
         args, kwargs = self._given
         return self.func(*args, **kwargs)
 
-    def as_drawn(self) -> Callable[[], AbstractContextManager[Any]]:
-        """A context in which the function draws the same random numbers as if it ran now."""
-        if self.name not in RANDOM:
-            return nullcontext
-        devices = {t.device for t in self.leaves if isinstance(t, Tensor) and t.is_cuda}
-        state, states = torch.get_rng_state(), [(torch.cuda.get_rng_state(d), d) for d in devices]
+    def as_now(self, draws: bool | None = None) -> Callable[[], AbstractContextManager[Any]]:
+        """A context in which the function computes as if it ran now: under the same autocast, and
+        if it ``draws`` random numbers with the same ones.
+        """
+        tensors = [t for t in self.leaves if isinstance(t, Tensor)]
+        kind, devices = tensors[0].device.type, {t.device for t in tensors if t.is_cuda}
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        if draws is None:
+            draws = self.name in RANDOM
+        state = torch.get_rng_state() if draws else None
+        states = [(torch.cuda.get_rng_state(d), d) for d in devices] if draws else []
 
         @contextmanager
-        def drawn() -> Iterator[None]:
-            with torch.random.fork_rng(devices=devices):
-                torch.set_rng_state(state)
+        def now() -> Iterator[None]:
+            enabled, dtype = autocast
+            with (
+                torch.autocast(kind, dtype, enabled),
+                torch.random.fork_rng(devices=devices, enabled=state is not None),
+            ):
+                if state is not None:
+                    torch.set_rng_state(state)
                 for own in states:
                     torch.cuda.set_rng_state(*own)
                 yield
 
-        return drawn
+        return now
 
     def run_with(self, values: dict[int, Any]) -> Any:
         """The result of the function with other values at some places."""

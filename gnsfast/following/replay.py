@@ -6,38 +6,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
-from gnsfast.following.leaf import Expression, Leaf, Step, unfollowed
+from gnsfast.following.leaf import Leaf, Step
 from gnsfast.following.packed import guessed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
-from gnsfast.functional import Plan
+from gnsfast.functional import Plan, backward_pass
 from gnsfast.tensors import accumulate_dtype
 
 
 class Replay:
-    """A call of ``func``. ``leaves`` are its arguments, flattened as ``spec`` says; at the places
-    ``own`` are ``expressions`` of parameters, at those of ``places`` the samples lie as they say.
+    """A call to run again for each of so many ``samples``, which lie as ``places`` say in its
+    arguments (``Call.leaves``).
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        own: list[int],
-        expressions: list[Expression],
-        places: dict[int, Place],
-        samples: int,
-    ) -> None:
-        self.func, self.spec, self.own, self.samples = func, spec, own, samples
-        self.expressions, self.places = expressions, places
-        self.leaves = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-        self.random = torch.get_rng_state()
+    def __init__(self, call: Call, places: dict[int, Place], samples: int) -> None:
+        self.func, self.spec, self.own = call.func, call.spec, call.own
+        self.expressions, self.places, self.samples = call.expressions, places, samples
+        self.leaves = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
+        self.as_now = call.as_now(draws=True)
         self.results: list[Layout | Chosen] = []  # of the results that have a gradient
 
     def gradients(self, b: int, dys: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -53,8 +43,7 @@ class Replay:
         ends = [self.leaves[i].detach().requires_grad_() for i in self.own]
         for i, end in zip(self.own, ends):
             arguments[i] = end
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(self.random)
+        with self.as_now(), torch.enable_grad():
             args, kwargs = pytree.tree_unflatten(arguments, self.spec)
             found = _with_gradient(self.func(*args, **kwargs))
         pairs = [
@@ -112,18 +101,17 @@ class _Replayed(torch.autograd.Function):
         return tuple(torch.ops.aten._unsafe_view(t, t.shape) for t in tensors[probes:])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+    @backward_pass
+    def backward(ctx: Any, _: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         rows: list[Tensor | None] = [None] * ctx.probes
         if any(dy is not None for dy in dys):
-            with unfollowed():
-                try:
-                    rows = ctx.replay.rows(dys)
-                except Exception as error:  # the function's own, whatever it is
-                    name, why = ctx.replay.func.__name__, first_line(error)
-                    for expression in ctx.replay.expressions:
-                        for leaf in expression.leaves:
-                            leaf.fail(f"{name} does not take a single sample: {why}")
+            try:
+                rows = ctx.replay.rows(dys)
+            except Exception as error:  # the function's own, whatever it is
+                name, why = ctx.replay.func.__name__, first_line(error)
+                for expression in ctx.replay.expressions:
+                    for leaf in expression.leaves:
+                        leaf.fail(f"{name} does not take a single sample: {why}")
         return None, None, *rows, *dys
 
 
@@ -143,7 +131,7 @@ def _flatten(tree: Any) -> Iterator[Tensor]:
 def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
-    again = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
+    again = Replay(call, places, B)
     versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
     drawn = chance_of(leaves)
     out = call.run()

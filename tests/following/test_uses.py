@@ -380,3 +380,30 @@ def test_uses(name: str, sizes: tuple[int, ...]) -> None:
     use, own = USES[name]
     left_out = left_out_of(name) & {n for n, _ in Layer(use, **own()).named_parameters()}
     assert_followed(Layer(use, **own()), tokens, sizes, left_out)
+
+
+@pytest.mark.parametrize("name", [name for name in USES if name not in ("bilinear", "lerp")])
+def test_uses_under_autocast(name: str) -> None:
+    """Backward runs a function again as forward did: in half precision. (Torch's own ``bilinear``
+    and ``lerp`` do not take it.)
+    """
+    use, own = USES[name]
+    model, x = Layer(use, **own()), tokens(B)
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = model(x)
+        return (y.float() * torch.linspace(0.5, 1.5, y[0].numel()).view(y[0].shape)).square().sum()
+
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss(x).backward()
+    parameters = dict(model.named_parameters())
+    assert set(norms) == set(parameters) - left_out_of(name)
+    for b in range(B):
+        grads = torch.autograd.grad(
+            loss(x[b : b + 1]), list(parameters.values()), materialize_grads=True
+        )
+        for n, g in zip(parameters, grads):
+            if n in norms:
+                want = g.double().square().sum().item()
+                assert norms[n][b].item() == pytest.approx(want, rel=0.1, abs=1e-6), (n, b)
