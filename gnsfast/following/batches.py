@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
+from gnsfast.following.checkpoints import not_reentrant
 from gnsfast.following.examples import FEW, Example
 from gnsfast.following.hooks import Hook
 from gnsfast.following.leaf import Leaf
@@ -460,7 +461,7 @@ class Batches:
             # A checkpoint around the model must not count what is saved here. (A result that is
             # saved as it is would hold its graph, which would hold it.)
             own_hooks = torch.autograd.graph.saved_tensors_hooks(_detached, _same)
-            with _in_eager_mode(), own_hooks:
+            with _in_eager_mode(), own_hooks, not_reentrant():
                 yield
         finally:
             self.is_learning = False

@@ -43,18 +43,21 @@ class _Spread(torch.autograd.Function):
         ctx.samples = plan.samples(probe)
         if expression is not None and expression.is_parted:
             plan = Plan(starts=plan.starts)
-        ctx.plan, ctx.layout, ctx.expression = plan.without_tensors(), layout, expression
+        owner_N = layout.owner_N if isinstance(layout, Chosen) else None
+        ctx.layout = layout if owner_N is None else None
+        ctx.plan, ctx.expression = plan.without_tensors(), expression
         ctx.use, ctx.shape = None if expression is None else object(), probe.shape
         ctx.rows = rows or 1
-        ctx.save_for_backward(*plan.tensors())
+        ctx.save_for_backward(owner_N, *plan.tensors())
         return e.detach().expand(shape)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan.restored(tensors)
+        owner_N, *saved = tensors
+        plan = ctx.plan.restored(saved)
         if plan.starts is None:
-            g_BTP = of_samples(g, ctx.own, ctx.layout, ctx.samples)
+            g_BTP = of_samples(g, ctx.own, ctx.layout or Chosen(owner_N), ctx.samples)
         else:
             g_BTP = of_tokens(ctx.layout.samples_first(g, ctx.rows), ctx.own)
         total, rows = reduced(g_BTP, plan, ctx.dtype)
@@ -146,7 +149,7 @@ def broadcast(
     if step is None:
         layout = _guessed(shape, [leaves[i] for i in call.others], leaf)
     elif step.chosen and not compiling():
-        owner_N = packed.owners(leaves[call.others[0]], leaf)
+        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":
         layout = places[call.others[0]]

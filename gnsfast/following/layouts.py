@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.following.checkpoints import saves_nothing
 from gnsfast.tensors import is_dtensor
 
 
@@ -200,9 +201,8 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
     """The samples of rows [n, ...] that were indexed from those of a batch, as autograd's graph of
     ``x`` tells. Whether all between the index and ``x`` keeps the rows is for the example to show.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-        return None  # it holds nothing yet, and to ask for the index would run it once more
+    if saves_nothing():
+        return None
     todo: list[tuple[Any, int, int | None]] = [(x.grad_fn, x.output_nr, None)]
     seen, n = 0, x.shape[0]
     while todo and seen < FAR:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
 from gnsfast.functional import Grams, Groups, Link, Plan
 
@@ -371,14 +372,6 @@ def twin_of(leaf: Leaf) -> Tensor:
             value = value.clone() if value.untyped_storage().size() else torch.zeros_like(value)
         leaf.twin = value.requires_grad_()
     return leaf.twin
-
-
-def recomputing() -> bool:
-    """Whether a non-reentrant checkpoint runs its forward again, whose graph is never used."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def expression_of(t: Any) -> Expression | None:

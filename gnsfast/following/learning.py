@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast.following.checkpoints import with_graphs
 from gnsfast.following.examples import Example
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, Print, grown, place_of
 from gnsfast.following.leaf import Leaf, Step
@@ -99,7 +100,7 @@ def _looks(
             leaf.samples = own.n
         found = Look(own.n, sample, varied, growing)
         found.begin(own)
-        with structure.as_it_was(), found:
+        with structure.as_it_was(), with_graphs(), found:
             out = run(*own.args, **own.kwargs)
         found.results = [Print.of(whole(t)) for t in tensors_of(out)]
         return found

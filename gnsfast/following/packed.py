@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gnsfast.following.checkpoints import saves_nothing
 from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
 from gnsfast.following.leaf import Leaf, compiling
 
@@ -64,3 +65,12 @@ def owners(x: Tensor, leaf: Leaf) -> Tensor | None:
     if token_N is None:
         return None
     return torch.bucketize(token_N, leaf.starts[1:], right=True)
+
+
+def owners_to_save(x: Tensor, leaf: Leaf) -> Tensor | None:
+    """The same for a function that saves them for backward. There those that a checkpoint finds
+    when it runs again take the place of these.
+    """
+    if saves_nothing():
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return owners(x, leaf)

@@ -144,7 +144,7 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
                 return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
         try:
             fill_probes(_sum([part for w in weighed for part in w.parts(results, B)]), leaves)
-        except Exception as error:  # as of a checkpoint with use_reentrant=True
+        except Exception as error:  # the model's own, as of an autograd function
             if "once_differentiable" in str(error):
                 return Proof("", {leaf.name: TWICE for leaf in leaves})
             return Proof(first_line(error), _failed(leaves))
@@ -250,7 +250,7 @@ def refuse_mixed_documents(
                 return
             try:
                 fill_probes(loss, leaves)
-            except RuntimeError:  # as of a checkpoint with use_reentrant=True
+            except RuntimeError:  # the model's own, as of an autograd function
                 return
             for leaf, own in passes.rows(leaves).items():
                 norms = own[0, :samples]

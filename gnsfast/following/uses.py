@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gnsfast import combinations
 from gnsfast.following import packed
+from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
@@ -20,7 +21,6 @@ from gnsfast.following.leaf import (
     compiling,
     expression_of,
     first_leaf,
-    recomputing,
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
@@ -300,7 +300,7 @@ def begin(
 def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
-    several = leaf.uses > (not compiling() and recomputing()) or leaf.known_uses > 1
+    several = leaf.uses > again() or leaf.known_uses > 1
     several |= sum(step.is_use for step in leaf.steps) > 1
     return expression.kind == SAME and leaf.facts is NOTHING and not several
 
@@ -312,7 +312,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows
         return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device))
     if step is not None and step.chosen and not compiling():
-        owner_N = packed.owners(x, leaf) if x.ndim == 2 else None
+        owner_N = packed.owners_to_save(x, leaf) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)
     if step is not None:
         found = step.arguments[place] if place < len(step.arguments) else UNKNOWN

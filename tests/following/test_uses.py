@@ -5,6 +5,7 @@ single samples, on the batch that it has learnt from, on another of the same siz
 another size.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import gnsfast
 
@@ -380,6 +382,30 @@ def test_uses(name: str, sizes: tuple[int, ...]) -> None:
     use, own = USES[name]
     left_out = left_out_of(name) & {n for n, _ in Layer(use, **own()).named_parameters()}
     assert_followed(Layer(use, **own()), tokens, sizes, left_out)
+
+
+CHECKPOINTED = (
+    *("experts", "a loop over samples", "positions of each", "where", "in place", "lstm"),
+    *("several calls", "class token", "masked assignment", "tied pieces", "dora"),
+)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_uses_in_checkpoints(name: str, reentrant: bool) -> None:
+    """The rows of an expert are known when the checkpoint runs again. Reentrant ones are proven as
+    others are.
+    """
+    use, own = USES[name]
+    plain = Layer(use, **own())
+    model = copy.deepcopy(plain)
+    model.use = lambda m, x: checkpoint(lambda t: use(m, t), x, use_reentrant=reentrant)
+    for size in (B, B, B + 1):
+        x = tokens(size)
+        with gnsfast.per_sample_sqnorms(model, size, audit="always") as norms:
+            squares(model, x).backward()
+        assert not gnsfast.coverage(model).proof
+        assert_norms(norms, loop_sqnorms(plain, squares, x, size))
 
 
 @pytest.mark.parametrize("name", [name for name in USES if name not in ("bilinear", "lerp")])
