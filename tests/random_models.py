@@ -197,7 +197,7 @@ FUNCTIONAL = (
 )
 """Uses of a bare weight [D, D]."""
 
-MEETING = {"meeting", "neighbours", "meeting_after"}
+MEETING = ("meeting", "neighbours", "meeting_after")
 STEPS = (
     *("plain", "plain", "again", "flat", "turned", "turned_flat", "conv", "pooled", "table"),
     *(
@@ -306,7 +306,7 @@ def outcome(seed: int) -> tuple[str, float]:
         table = gnsfast.coverage(model)
         assert all(row.reason for row in table.rows if not row.static)
         assert set(norms) == {row.parameter for row in table.rows if row.static}
-        meets = MEETING & {*model.names}
+        meets = {*MEETING} & {*model.names}
         loop = shares(model, x) if meets else loop_sqnorms(model, loss, x, size)
         if norms:
             assert_norms(norms, {name: loop[name] for name in norms})

@@ -83,9 +83,10 @@ class Trial(NamedTuple):
     learned: Learned
 
 
-ALONE, TOGETHER, LOSS = "alone", "together", "loss"
+ALONE, TOGETHER, LOSS, APART = "alone", "together", "loss", "apart"
 """What a measured pass is compared with: samples alone; each sample's own outputs in the same
-batch, with the same random numbers; or the loss that the model returns for samples alone.
+batch, with the same random numbers; the loss that the model returns for samples alone; or, for the
+samples whose outputs have no part in a loss, with zero.
 """
 
 
@@ -99,6 +100,9 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
     found = _compared(structure, passes, trial, ALONE)
+    if structure.on_any(trial.batch.n <= trial.example.n):  # else some had no loss there
+        apart = _compared(structure, passes, trial, APART)
+        found = found._replace(wrong=found.wrong | apart.wrong)
     if found.reason == DRAWS:
         own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
@@ -134,8 +138,11 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         drew = structure.on_any(chance_of(structure.parameters()) != before)
         if drew and how == LOSS:
             return Proof(DRAWS)
-        weighed = [] if how == LOSS else _weighed(results, learned.results, B, example.n)
+        few = B - 1 if how == APART else example.n
+        weighed = [] if how == LOSS else _weighed(results, learned.results, B, few)
         lost = structure.on_any(not weighed)
+        if lost and how == APART:
+            return Proof()
         if drew and how == ALONE and lost:
             return Proof(DRAWS, _failed(leaves))
         if lost:
@@ -150,8 +157,8 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
-    if drew and how == ALONE:
-        return Proof(DRAWS, failed | dict.fromkeys(_mixed(norms, example.n), MIXED))
+    if how == APART or (drew and how == ALONE):
+        return Proof(DRAWS, failed | dict.fromkeys(_mixed(norms, few), MIXED))
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)

@@ -93,6 +93,11 @@ def loudest(m: Any, x: Tensor) -> Tensor:
     return m.inner(x / x.abs().max())
 
 
+def faint(m: Any, x: Tensor) -> Tensor:
+    """Samples give each other less than a comparison with single samples can tell."""
+    return m.inner(x) + 1e-4 * m.inner(x).mean(0)
+
+
 def gated(m: Any, x: Tensor) -> Tensor:
     """What samples give each other is behind a gate that is zero at the start."""
     return x + m.g * m.inner(x - x.mean(0))
@@ -283,6 +288,7 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "mean before": (mean_before, inner),
     "mean after": (mean_after, inner),
     "loudest": (loudest, inner),
+    "faint": (faint, inner),
     "gated": (gated, lambda: {**inner(), "g": torch.zeros(1)}),
     "neighbour": (neighbour, inner),
     "attention over the batch": (attention_over_batch, inner),
@@ -317,7 +323,15 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "capacity": (capacity, inner),
 }
 MEETING = {
-    *("mean before", "mean after", "loudest", "gated", "neighbour", "attention over the batch"),
+    *(
+        "mean before",
+        "mean after",
+        "loudest",
+        "faint",
+        "gated",
+        "neighbour",
+        "attention over the batch",
+    ),
     *("contrast", "total", "dead", "large batches", "a batch norm of its own", "capacity"),
     "shuffled",
 }
