@@ -121,7 +121,8 @@ def _with_loss(structure: Structure, passes: Passes, trial: Trial, found: Proof)
     """``found``, with what is wrong in the loss that the model returns beside its outputs."""
     if SHARED not in trial.learned.results:
         return found
-    reason = _compared(structure, passes, trial, LOSS).reason
+    few = trial._replace(batch=trial.example)  # a loss in which samples meet shows it of these too
+    reason = _compared(structure, passes, few, LOSS).reason
     return found._replace(of_loss=reason if reason == JOINED else "")
 
 
