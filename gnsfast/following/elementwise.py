@@ -149,7 +149,7 @@ def broadcast(
     if step is None:
         layout = _guessed(shape, [leaves[i] for i in call.others], leaf)
     elif step.chosen and not compiling():
-        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf)
+        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, step)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":
         layout = places[call.others[0]]

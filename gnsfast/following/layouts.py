@@ -197,7 +197,17 @@ def grown(shape: torch.Size, fewer: torch.Size | None, n: int) -> Layout | None:
     return Layout(dims[0], False, each if each > 1 else 0)
 
 
-def owners_of(x: Tensor, B: int) -> Tensor | None:
+class Owners(NamedTuple):
+    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows.
+    ``is_sure``: the shape of that tensor shows without an example that dimension 0 holds samples.
+    """
+
+    owner_N: Tensor
+    each: int
+    is_sure: bool
+
+
+def owners_of(x: Tensor, B: int) -> Owners | None:
     """The samples of rows [n, ...] that were indexed from those of a batch, as autograd's graph of
     ``x`` tells. Whether all between the index and ``x`` keeps the rows is for the example to show.
     """
@@ -213,20 +223,26 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
             start = (start or 0) + sum(fn._saved_split_sizes[:number])
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
-            rows = fn._saved_self_sym_sizes[0] if name == "SelectBackward0" else B
-            index = fn._saved_index if name == "SelectBackward0" else number
+            is_select = name == "SelectBackward0"
+            sizes = fn._saved_self_sym_sizes if is_select else (len(fn._input_metadata), n)
+            rows, index = sizes[0], fn._saved_index if is_select else number
             if B and rows and rows % B == 0:
-                return torch.full((n,), index // (rows // B), device=x.device)
+                index = (index + rows) % 2**64 if index >= rows else index  # -1 has no sign there
+                owner_N = torch.full((n,), index // (rows // B), device=x.device)
+                return Owners(owner_N, rows // B, rows == B and B not in sizes[1:])
         if name == "IndexBackward0" or (name == "IndexSelectBackward0" and fn._saved_dim == 0):
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
             k, index = next((k, i) for k, i in enumerate(indices) if i is not None)
-            rows = fn._saved_self_sym_sizes[k]
+            sizes, rows = fn._saved_self_sym_sizes, fn._saved_self_sym_sizes[k]
             index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
             chosen = index.ndim == 1 and index.dtype == torch.int64 and B and rows % B == 0
             if chosen and (len(index) == n if start is None else len(index) >= start + n):
-                first = start or 0
-                owner_N: Tensor = index.as_subclass(Tensor)[first : first + n] // (rows // B)
-                return owner_N
+                first, before = start or 0, fn.next_functions[0][0]
+                if rows > B and before is not None and before.name() in FLATTENED:
+                    sizes = before._saved_self_sym_sizes
+                is_sure = k == 0 and sizes[0] == B and B not in sizes[1:]
+                own: Tensor = index.as_subclass(Tensor)[first : first + n]
+                return Owners(own % rows // (rows // B), rows // B, is_sure)
         todo += [(f, nr, start) for f, nr in fn.next_functions]
     return None
 
@@ -259,6 +275,9 @@ VIEWS = frozenset(
 """Nodes whose result holds elements of one argument."""
 
 CHOICES = VIEWS | {"IndexBackward0", "IndexSelectBackward0", "EmbeddingBackward0"}
+
+FLATTENED = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
+"""Nodes of ``flatten``."""
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""

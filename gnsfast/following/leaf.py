@@ -19,15 +19,15 @@ unfollowed = torch._C.DisableTorchFunctionSubclass
 class Step(NamedTuple):
     """What an example has shown of one function that takes a parameter, or a tensor made of it: its
     name, and where the samples lie in its arguments and its results. ``copies`` is the dimension
-    along which the result has a copy of the parameter for each sample. ``chosen``: its rows were
-    chosen by the data.
+    along which the result has a copy of the parameter for each sample. ``chosen`` is
+    not empty if the data chose its rows, from tensors in which a sample had so many rows.
     """
 
     name: str
     arguments: tuple[Place | None, ...] = ()
     results: tuple[Place, ...] = ()
     copies: int | None = None
-    chosen: bool = False
+    chosen: frozenset[int] = frozenset()
 
     def is_like(self, other: "Step") -> bool:
         """Whether the samples lie in the same way, of any number of rows."""
@@ -89,12 +89,12 @@ class Leaf:
     ``running`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
     itself. ``growth``: by these factors a sample may have more rows than in the example. ``chosen``
-    are functions by which other parameters took rows that the data had chosen: so does one of an
-    expert to which the example sent no rows. ``steps`` are the functions that took it in the
-    example, in their order, and ``routes`` those in which it meets the data. ``probe`` is for uses
-    of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts`` and
-    ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in ``rows``
-    rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
+    are functions by which other parameters took rows that the data had chosen (``Step.chosen``): so
+    does one of an expert to which the example sent no rows. ``steps`` are the functions that took
+    it in the example, in their order, and ``routes`` those in which it meets the data. ``probe`` is
+    for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
+    and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
+    ``rows`` rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
     ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's schedule takes
     passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which
     does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it
@@ -108,7 +108,7 @@ class Leaf:
         self.next: Leaf | None = None
         self.samples = 0
         self.growth: frozenset[float] | None = None
-        self.chosen: frozenset[str] = frozenset()
+        self.chosen: dict[str, frozenset[int]] = {}
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
@@ -200,7 +200,8 @@ class Leaf:
             if step.name == name:
                 return step
         unseen = not self.steps and not self.routes
-        return self.by_name.get(name) or Step(name, chosen=unseen and name in self.chosen)
+        chosen = self.chosen.get(name, NO_ROWS) if unseen else NO_ROWS
+        return self.by_name.get(name) or Step(name, chosen=chosen)
 
     @property
     def is_tied(self) -> bool:
@@ -217,6 +218,8 @@ class Leaf:
         """Note that the norms of this pass would be wrong; the first reason counts."""
         self.failed = self.failed or why
 
+
+NO_ROWS = frozenset[int]()
 
 HEADS = {"linear", "linear_cross_entropy"}
 """Functions that take links from an embedding with the same weight."""

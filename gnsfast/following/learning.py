@@ -14,7 +14,7 @@ from torch import Tensor
 from gnsfast.following.checkpoints import with_graphs
 from gnsfast.following.examples import Example
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, Print, grown, place_of
-from gnsfast.following.leaf import Leaf, Step
+from gnsfast.following.leaf import NO_ROWS, Leaf, Step
 from gnsfast.following.looks import Look, Seen
 from gnsfast.following.structure import Structure
 from gnsfast.tensors import tensors_of, whole
@@ -44,7 +44,9 @@ class Learned(NamedTuple):
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""
-        chosen = {step.name for own in self.steps.values() for step in own if step.chosen}
+        chosen: dict[str, frozenset[int]] = {}
+        for step in (step for own in self.steps.values() for step in own if step.chosen):
+            chosen[step.name] = chosen.get(step.name, NO_ROWS) | step.chosen
         for leaf in leaves:
             leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
             leaf.functions = 0
@@ -179,7 +181,7 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             if not call.of_data and (leaf, k) not in looks.base.growing:
                 fewer = None
             step = _step(call, others, fewer, n)  # a branch may be that of some samples
-            found.setdefault(leaf, []).append(step._replace(chosen=call.name in chosen))
+            found.setdefault(leaf, []).append(step._replace(chosen=chosen.get(call.name, NO_ROWS)))
     return found
 
 
@@ -239,22 +241,24 @@ def _lost_in(found: dict[Leaf, list[Step]]) -> set[tuple[Leaf, int]]:
     }
 
 
-def _chosen(leaf: Leaf, looks: Looks, n: int) -> set[str]:
-    """The functions whose rows the data have chosen: each sample keeps its rows, in any order,
-    while others are replaced.
+def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, frozenset[int]]:
+    """The functions whose rows the data have chosen, as in ``Step.chosen``: each sample keeps its
+    rows, in any order, while others are replaced.
     """
-    names = {call.name for call in looks.base.seen[leaf]}
-    return {name for name in names if _keeps_rows(leaf, name, looks, n)}
+    rows: dict[str, set[int]] = {}
+    for call in looks.base.seen[leaf]:
+        rows.setdefault(call.name, set()).update(() if call.owners is None else [call.owners.each])
+    return {name: frozenset(k) for name, k in rows.items() if _keeps_rows(leaf, name, looks, n)}
 
 
 def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
     def of(look: Look) -> list[Tensor] | None:
         calls = [call for call in look.seen.get(leaf, []) if call.name == name]
-        if any(call.owner_N is None for call in calls):
+        if any(call.owners is None for call in calls):
             return None
         if not calls:  # an expert that no sample was sent to
             return [torch.zeros(0, dtype=torch.float64)] * n
-        owners = torch.cat([call.owner_N for call in calls if call.owner_N is not None])
+        owners = torch.cat([call.owners.owner_N for call in calls if call.owners is not None])
         rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
         return [rows[owners == b].sort().values for b in range(n)]
 

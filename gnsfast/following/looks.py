@@ -23,7 +23,7 @@ from gnsfast.following.functions import (
     name_of,
     numbered,
 )
-from gnsfast.following.layouts import Layout, Print, mark_made, owners_of, weights_of
+from gnsfast.following.layouts import Layout, Owners, Print, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
 from gnsfast.tensors import tensors_of
 
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
     ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
-    mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
+    mode. ``owners`` are the samples of rows that an index has chosen, and ``number_N`` says
     what is in each. ``is_ragged``: the data have chosen its rows.
     """
 
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
     is_data: tuple[list[bool], list[bool]]
     copies: int | None
     has_grad: bool
-    owner_N: Tensor | None
+    owners: Owners | None
     number_N: Tensor | None
     is_ragged: bool
 
@@ -154,9 +154,9 @@ class Look(TorchFunctionMode):
         if name in COPIES and not of_data:
             copied = copied_along(name, arguments, leaf.samples)
         x = next((t for t, mark in zip(arguments, marks) if _is_data(mark)), None)
-        owner_N = None
+        owners = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
-            owner_N = owners_of(x, leaf.samples)
+            owners = owners_of(x, leaf.samples)
         active = (
             [_is_data(mark) and _is_active(t) for t, mark in zip(arguments, marks)],
             [of_data and _is_active(t) for t in results],
@@ -175,8 +175,8 @@ class Look(TorchFunctionMode):
                 active,
                 None if copied is None else copied.dim,
                 torch.is_grad_enabled(),
-                owner_N,
-                None if owner_N is None or x is None else _number(x.detach()),
+                owners,
+                None if owners is None or x is None else _number(x.detach()),
                 any(mark in (RAGGED, SORTED) for mark in marks)
                 or any(t.is_nested for t in results),
             )

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnsfast.following.checkpoints import saves_nothing
+from gnsfast.following.checkpoints import recomputing, saves_nothing
 from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
-from gnsfast.following.leaf import Leaf, compiling
+from gnsfast.following.leaf import Leaf, Step, compiling
 
 
 def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -57,20 +57,27 @@ def guessed(t: Tensor, leaf: Leaf) -> Layout | Chosen | None:
     return FIRST if first else None
 
 
-def owners(x: Tensor, leaf: Leaf) -> Tensor | None:
-    """The samples of rows that the data have chosen from those of the batch."""
-    if leaf.starts is None:
-        return owners_of(x, leaf.samples)
-    token_N = owners_of(x, leaf.tokens)
-    if token_N is None:
+def owners(x: Tensor, leaf: Leaf, step: Step | None = None) -> Tensor | None:
+    """The samples of rows that the data have chosen from those of the batch; None where neither an
+    example, whose ``step`` it is, nor a shape shows it.
+    """
+    found = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
+    if found is None:
         return None
-    return torch.bucketize(token_N, leaf.starts[1:], right=True)
+    if leaf.starts is not None:
+        return torch.bucketize(found.owner_N, leaf.starts[1:], right=True)
+    ratios = leaf.growth or (1.0,)
+    known = step is not None and any(found.each == k * r for k in step.chosen for r in ratios)
+    return found.owner_N if known or (step is None and found.is_sure) else None
 
 
-def owners_to_save(x: Tensor, leaf: Leaf) -> Tensor | None:
+def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
     """The same for a function that saves them for backward. There those that a checkpoint finds
     when it runs again take the place of these.
     """
-    if saves_nothing():
-        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    return owners(x, leaf)
+    found = None if saves_nothing() else owners(x, leaf, step)
+    if found is None and (saves_nothing() or recomputing()):
+        if recomputing():
+            leaf.fail("the samples of rows that the data have chosen were not found in a checkpoint")
+        found = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return found

@@ -312,7 +312,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows
         return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device))
     if step is not None and step.chosen and not compiling():
-        owner_N = packed.owners_to_save(x, leaf) if x.ndim == 2 else None
+        owner_N = packed.owners_to_save(x, leaf, step) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)
     if step is not None:
         found = step.arguments[place] if place < len(step.arguments) else UNKNOWN

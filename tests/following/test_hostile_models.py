@@ -604,3 +604,42 @@ def test_compiled_code_has_the_layouts_of_the_first_batch() -> None:
             per_sample(compiled(x)).sum().backward()
         model.zero_grad()
         assert_norms(norms, real, rtol=1e-3)
+
+
+def experts_of_real_tokens(m: Any, x: Any) -> Tensor:
+    """The tokens that are no padding go to two experts."""
+    h, mask = m.a(x[0]), x[1]
+    rows = h[mask]
+    expert = (rows[:, 0] * 4).long().abs() % 2
+    out = torch.zeros_like(rows)
+    for e in range(2):
+        own = (expert == e).nonzero()[:, 0]
+        out = out.index_add(0, own, m.experts[e](rows[own]))
+    return torch.zeros_like(h).masked_scatter(mask[..., None].expand_as(h), out)
+
+
+def test_rows_that_are_chosen_from_chosen_rows() -> None:
+    """The first batch has no padding. In the next one each sample has four tokens on average."""
+    model = Own(experts_of_real_tokens, a=linear(), experts=nn.ModuleList([linear(), linear()]))
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    assert len(right_or_named(model, (torch.randn(4, 6, D), mask), 4)) == 6
+    mask = torch.arange(6) < torch.tensor([2, 4, 6, 4])[:, None]
+    assert not right_or_named(model, (torch.randn(4, 6, D), mask), 4)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda h: h[-1],
+        lambda h: h.unbind(0)[-1],
+        lambda h: h[torch.tensor([7, 0, 2, 7]), torch.arange(4)],
+    ],
+)
+def test_the_last_step_of_a_sequence_outside_of_the_model(last: Callable[[Tensor], Tensor]) -> None:
+    """The steps lie along dimension 0, and their number is a multiple of that of the samples."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return per_sample(F.linear(last(model(x)), model.head))
+
+    model = Own(lambda s, x: s.a(x.transpose(0, 1)), a=linear(), head=torch.randn(D, D))
+    assert len(right_or_named(model, torch.randn(4, 8, D), 4, loss)) == 3
