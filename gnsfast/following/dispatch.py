@@ -353,7 +353,7 @@ def _expression(
     shifted = first.is_shifted or name in SHIFTS
     if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
         return Expression(leaves, SAME, make, span=first.span, is_shifted=shifted)
-    if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.leaves[1:])):
+    if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.index)):
         span = None if compiling() or first.is_shifted else Span.of(t)
         return Expression(leaves, SAME, make, span=span, is_shifted=first.is_shifted)
     if name == "embedding" and call.own == [1] and first.is_whole:
@@ -366,8 +366,9 @@ def _not_remade(value: Callable[[Leaf], Tensor]) -> Tensor:
     raise RuntimeError("compiled code made a tensor of it")
 
 
-def _is_plain_index(index: list[Any]) -> bool:
-    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index)
+def _is_plain_index(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in parts)
 
 
 def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., Tensor]:

@@ -169,7 +169,7 @@ class Call:
 
     @property
     def index(self) -> Any:
-        """The index of ``__setitem__``."""
+        """The index of ``__getitem__`` and ``__setitem__``."""
         return self._given[0][1]
 
     @property

@@ -643,3 +643,9 @@ def test_the_last_step_of_a_sequence_outside_of_the_model(last: Callable[[Tensor
 
     model = Own(lambda s, x: s.a(x.transpose(0, 1)), a=linear(), head=torch.randn(D, D))
     assert len(right_or_named(model, torch.randn(4, 8, D), 4, loss)) == 3
+
+
+def test_a_list_as_an_index_of_a_table() -> None:
+    """Rows that occur twice are no piece of the table."""
+    model = Own(lambda s, x: s.a(x) + s.table[[0, 1, 1, 2]], a=linear(), table=torch.randn(3, D))
+    assert "table" in right_or_named(model, torch.randn(5, 4, D), 5)
