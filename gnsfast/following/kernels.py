@@ -55,6 +55,9 @@ def _linear(
     """``x @ weight.T + bias``, or ``x @ weight + bias``; ``place`` is that of ``x`` among the
     arguments of function ``name``.
     """
+    width = weight.shape[1 if transposed else 0]
+    if weight.ndim != 2 or (bias is not None and bias.shape != (width,)):
+        return NotImplemented
     use = begin(name, x, (weight, bias), _of_features, place=place, transposed=transposed)
     if use is None:
         return NotImplemented

@@ -649,3 +649,15 @@ def test_a_list_as_an_index_of_a_table() -> None:
     """Rows that occur twice are no piece of the table."""
     model = Own(lambda s, x: s.a(x) + s.table[[0, 1, 1, 2]], a=linear(), table=torch.randn(3, D))
     assert "table" in right_or_named(model, torch.randn(5, 4, D), 5)
+
+
+@pytest.mark.parametrize("bias", [(1,), (), (1, D), None])
+def test_weights_of_a_linear_function_in_other_shapes(bias: tuple[int, ...] | None) -> None:
+    """A vector in place of a matrix, and a bias that is broadcast."""
+    if bias is None:
+        model = Own(lambda s, x: F.linear(s.a(x), s.w), a=linear(), w=torch.randn(D))
+    else:
+        own = {"w": torch.randn(D, D), "b": torch.randn(bias)}
+        model = Own(lambda s, x: F.linear(s.a(x), s.w, s.b), a=linear(), **own)
+    for B in (4, 5):
+        assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3 + (bias is not None)
