@@ -78,6 +78,6 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
     found = None if saves_nothing() else owners(x, leaf, step)
     if found is None and (saves_nothing() or recomputing()):
         if recomputing():
-            leaf.fail("the samples of rows that the data have chosen were not found in a checkpoint")
+            leaf.fail("the samples of its rows were not found when a checkpoint ran again")
         found = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     return found
