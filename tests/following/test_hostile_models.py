@@ -661,3 +661,19 @@ def test_weights_of_a_linear_function_in_other_shapes(bias: tuple[int, ...] | No
         model = Own(lambda s, x: F.linear(s.a(x), s.w, s.b), a=linear(), **own)
     for B in (4, 5):
         assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3 + (bias is not None)
+
+
+def test_replays_in_autocast() -> None:
+    """A replay computes in the dtypes of the forward pass."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = m.cells(torch.matmul(m.mix, m.a(x)))[0]
+        return y.float()
+
+    own = {"cells": nn.LSTM(D, D, batch_first=True), "mix": torch.randn(6, 6)}
+    model, x = Own(run, a=linear(), **own), torch.randn(4, 6, D)
+    real = in_its_batch(model, lambda: per_sample(model(x)))
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        per_sample(model(x)).sum().backward()
+    assert_norms(norms, real, rtol=5e-2)
