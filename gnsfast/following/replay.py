@@ -146,10 +146,10 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
         results += [UNKNOWN] * (len(flat) - len(results))
     if call.name in RECURRENT:
         first = leaves[-1] is True
-        states = [Layout(1)] * len(call.others)
-        places |= dict(zip(call.others, [Layout(0 if first else 1), *states]))
-        of_results: list[Place] = [Layout(0 if first else 1), Layout(1), Layout(1)]
-        results = of_results[: len(flat)]
+        usual: list[Place] = [Layout(0 if first else 1), *[Layout(1)] * len(call.others)]
+        for i, place in zip(call.others, usual):
+            places[i] = places[i] if isinstance(places[i], Layout) else place
+        results = [p if isinstance(p, Layout) else place for p, place in zip(results, usual)]
     shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
     fits = all(
         not isinstance(place, Layout) or place.fits(leaves[i].shape, B, leaf.growth)

@@ -677,3 +677,17 @@ def test_replays_in_autocast() -> None:
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         per_sample(model(x)).sum().backward()
     assert_norms(norms, real, rtol=5e-2)
+
+
+def characters(m: Any, x: Tensor) -> Tensor:
+    """A recurrent layer reads each of T words of a sample."""
+    B, T = x.shape[:2]
+    h = m.cells(x.reshape(B * T, D, 1))[1]
+    y: Tensor = m.a(h[0].view(B, T, D))
+    return y
+
+
+def test_recurrent_layers_whose_sequences_are_parts_of_samples() -> None:
+    model = Own(characters, a=linear(), cells=nn.GRU(1, D, batch_first=True))
+    for B, T in ((4, 6), (5, 3)):
+        assert len(right_or_named(model, torch.randn(B, T, D), B)) == 6
