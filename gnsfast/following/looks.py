@@ -225,6 +225,8 @@ def _data_of(name: str, arguments: list[Any], marks: list[Any], args: Any, sampl
     """The mark of the results of a function of data."""
     if name in INSERTS:
         return marks[0] if _is_data(marks[0]) else DATA
+    if name == "_pad_packed_sequence":  # the samples lie as they were packed
+        return SORTED
     if name in SELECTS or RAGGED in marks:
         return RAGGED
     by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]

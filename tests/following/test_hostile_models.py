@@ -691,3 +691,18 @@ def test_recurrent_layers_whose_sequences_are_parts_of_samples() -> None:
     model = Own(characters, a=linear(), cells=nn.GRU(1, D, batch_first=True))
     for B, T in ((4, 6), (5, 3)):
         assert len(right_or_named(model, torch.randn(B, T, D), B)) == 6
+
+
+def packed_sequences(m: Any, x: Any) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x[0], x[1], batch_first=True, enforce_sorted=False)
+    y, _ = nn.utils.rnn.pad_packed_sequence(m.cells(packed)[0], batch_first=True, total_length=6)
+    last: Tensor = m.a(y)
+    return last
+
+
+def test_a_layer_behind_packed_sequences() -> None:
+    """torch puts them back into the order of the samples."""
+    model = Own(packed_sequences, a=linear(), cells=nn.GRU(D, D))
+    for lengths in ([6, 6, 6, 6], [2, 6, 1, 4]):
+        x = torch.randn(4, 6, D), torch.tensor(lengths)
+        assert right_or_named(model, x, 4) == {"a.weight", "a.bias"}
