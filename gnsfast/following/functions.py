@@ -77,13 +77,12 @@ def name_of(func: Any) -> str:
     return name
 
 
+_NO_SUBCLASS = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
+
+
 def _opened(f: Any) -> Any:
     """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
-    own = {
-        **f.__globals__,
-        "has_torch_function": lambda *_: False,
-        "has_torch_function_unary": lambda *_: False,
-    }
+    own = {**f.__globals__, **_NO_SUBCLASS}
     opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
     opened.__kwdefaults__ = f.__kwdefaults__
     return opened
@@ -96,6 +95,13 @@ OPENED: dict[Any, Any] = {
 """Functions of torch whose own functions are seen one by one. (Inside of ``unfollowed`` a backward
 pass could not unpack the tensors of a checkpoint.)
 """
+
+
+def renew_opened() -> None:
+    """Let attention see the functions that others have put into ``torch.nn.functional``."""
+    f = F.multi_head_attention_forward
+    if f in OPENED:
+        OPENED[f].__globals__.update({**f.__globals__, **_NO_SUBCLASS})
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> Tensor:

@@ -14,6 +14,7 @@ from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.following.batches import Batches
 from gnsfast.following.dispatch import attach, detach, prepare_compiler, release
+from gnsfast.following.functions import renew_opened
 from gnsfast.following.leaf import Facts, Leaf
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
@@ -87,6 +88,7 @@ class Followed:
         if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
             structure.running.modules.add(structure.model)  # no hook tells when it runs
         prepare_compiler()
+        renew_opened()
         if in_stages:
             return
         outside = hasattr(caller, "_orig_mod")  # a hook of torch.compile's wrapper runs eagerly

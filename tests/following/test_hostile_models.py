@@ -706,3 +706,12 @@ def test_a_layer_behind_packed_sequences() -> None:
     for lengths in ([6, 6, 6, 6], [2, 6, 1, 4]):
         x = torch.randn(4, 6, D), torch.tensor(lengths)
         assert right_or_named(model, x, 4) == {"a.weight", "a.bias"}
+
+
+def test_attention_that_others_have_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``nn.MultiheadAttention`` then calls theirs, in a block too."""
+    real = F.scaled_dot_product_attention
+    model = Own(lambda s, x: s.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(D, 2))
+    model.a.batch_first = True
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: 2 * real(*a, **k))
+    assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 4
