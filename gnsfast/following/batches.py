@@ -288,12 +288,18 @@ class Batches:
             example = example or Example.without_samples(args, kwargs, n)
             examples = [example.part([k % example.n for k in range(n)])]
         if examples:
-            found = self._learned_from(module, leaves, batch, examples, bool(own))
+            try:
+                found = self._learned_from(module, leaves, batch, examples, bool(own))
+            except BaseException:  # such as KeyboardInterrupt: then the next batch shows it
+                self._looked, self.is_learned = looked, False
+                self._parts.discard(module)
+                raise
         else:
             self._is_blind = alone
             why = f"no argument of {type(module).__name__} has {samples} samples"
             lost = module is not self._structure.model and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
+        looked = weakref.WeakSet(self._looked)
         if module is not self._structure.model and (why := _unclear_in(args, kwargs, samples)):
             found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:

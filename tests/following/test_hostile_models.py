@@ -715,3 +715,18 @@ def test_attention_that_others_have_replaced(monkeypatch: pytest.MonkeyPatch) ->
     model.a.batch_first = True
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: 2 * real(*a, **k))
     assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 4
+
+
+def test_a_first_batch_that_was_interrupted() -> None:
+    """The next one is then the first."""
+    model, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, D)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model[1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt), gnsfast.per_sample_sqnorms(model, 4):
+        model(x)
+    hook.remove()
+    assert len(right_or_named(model, x, 4)) == 4
+    assert not gnsfast.coverage(model).proof
