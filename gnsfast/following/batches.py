@@ -46,6 +46,7 @@ class Batches:
         self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
+        self._ordered: list[Leaf] = []
         self._few, self._again, self._late = FEW, 0, AGAIN
         self._proven_sizes: set[Any] = set()
         self._wrong_later: dict[str, str] = {}
@@ -253,6 +254,17 @@ class Batches:
         """Note that the model, or a part, has run."""
         if not self.is_learning and not torch.compiler.is_compiling():
             self._structure.running.modules.discard(module)
+            if module is self._caller() and torch.is_grad_enabled():
+                self._fail_in_another_order()
+
+    def _fail_in_another_order(self) -> None:
+        """Note which parameters of those whose steps are told by their order have others now."""
+        for leaf in self._ordered:
+            if leaf.functions and leaf.functions != len(leaf.steps):
+                leaf.fail(
+                    f"{leaf.functions} functions take it, and in the first batch {len(leaf.steps)} "
+                    "did, in some of which the samples lie in another way"
+                )
 
     def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
@@ -282,6 +294,7 @@ class Batches:
             self._join(Proof("rows of packed documents are not samples here"))
             if not self._groups:  # the next batch may show more
                 return
+        looked = weakref.WeakSet(self._looked)
         self._see(module, args, kwargs, samples)
         if n and self._groups:
             example = examples[0] if examples else Example.of(args, kwargs, samples)
@@ -299,7 +312,6 @@ class Batches:
             why = f"no argument of {type(module).__name__} has {samples} samples"
             lost = module is not self._structure.model and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        looked = weakref.WeakSet(self._looked)
         if module is not self._structure.model and (why := _unclear_in(args, kwargs, samples)):
             found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:
@@ -418,6 +430,7 @@ class Batches:
             if not is_part:
                 self._few, self._again = example.n, AGAIN
                 self._learned, self.is_by_run = learned, self._run is not None
+                self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
             if structure.on_any(not is_own):
                 return Proof("a process has no batch of several samples")
             trial = Trial(module, run, leaves, batch or example, example, learned)

@@ -98,7 +98,8 @@ class Leaf:
     ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's schedule takes
     passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which
     does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it
-    has none. ``is_opaque``: no function that takes it can be seen.
+    has none. ``is_opaque``: no function that takes it can be seen. ``is_ordered``: the samples lie
+    in other ways in some of its ``steps`` than in others of the same name.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -137,11 +138,13 @@ class Leaf:
         self.steps, self.is_learned = tuple(steps), True
         self.by_name: dict[str, Step] = {}
         for step in steps:
+        self.is_ordered = False
             first = self.by_name.setdefault(step.name, step)
             if not first.is_like(
                 step
             ):  # only its place in the order tells which of them a function is
                 lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
+                self.is_ordered = True
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]

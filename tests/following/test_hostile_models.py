@@ -730,3 +730,20 @@ def test_a_first_batch_that_was_interrupted() -> None:
     hook.remove()
     assert len(right_or_named(model, x, 4)) == 4
     assert not gnsfast.coverage(model).proof
+
+
+def two_orders(m: Any, x: Any) -> Tensor:
+    """A layer takes the rows of samples one after the other, some times, and interleaved once."""
+    h, times = x
+    B, T, _ = h.shape
+    for _ in range(int(times[0])):
+        h = m.a(h.reshape(B * T, D)).tanh().view(B, T, D)
+    y: Tensor = m.a(h.transpose(0, 1).reshape(T * B, D)).view(T, B, D)
+    return y.transpose(0, 1)
+
+
+def test_a_loop_that_is_shorter_than_in_the_first_batch() -> None:
+    """The last function is then in the place of one whose samples lie in another order."""
+    model, x = Own(two_orders, a=linear()), torch.randn(4, 6, D)
+    assert len(right_or_named(model, (x, torch.full((4,), 2)), 4)) == 2
+    assert not right_or_named(model, (x, torch.full((4,), 1)), 4)
