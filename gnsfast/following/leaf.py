@@ -106,6 +106,7 @@ class Leaf:
         self.name, self.parameter, self.index = name, p, index
         self.current: Tensor = p
         self.whole = Expression((self,), SAME, lambda value: value(self), is_whole=True)
+        self.twin: Tensor | None = None
         self.next: Leaf | None = None
         self.samples = 0
         self.growth: frozenset[float] | None = None
@@ -137,14 +138,14 @@ class Leaf:
         self.routes = tuple(dict.fromkeys((*self.routes, *routes))) if adds else routes
         self.steps, self.is_learned = tuple(steps), True
         self.by_name: dict[str, Step] = {}
-        for step in steps:
         self.is_ordered = False
+        for step in steps:
             first = self.by_name.setdefault(step.name, step)
             if not first.is_like(
                 step
             ):  # only its place in the order tells which of them a function is
-                lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.is_ordered = True
+                lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
@@ -157,8 +158,8 @@ class Leaf:
         self.joined, self.failed = False, ""
         self.next_pass()
         self.parts: dict[object, tuple[Expression, Any]] = {}
-        self.twin: Tensor | None = None
-        self.whole.twin = None
+        if self.is_sharded:  # FSDP2 frees it between passes
+            self.twin = self.whole.twin = None
 
     def state(self) -> dict[str, Any]:
         """What the open block has found so far."""

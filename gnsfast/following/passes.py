@@ -144,12 +144,15 @@ def fill_probes(loss: Tensor, leaves: list[Leaf]) -> None:
         t.grad = g
 
 
-def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def gradients(
+    loss: Tensor, tensors: Sequence[Tensor], keep: bool = False
+) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` outside of autocast, where backward passes belong: inside of it
-    torch's own gradients of a bilinear layer are less precise.
+    torch's own gradients of a bilinear layer are less precise. ``keep``: the graph may have parts
+    that were made before the model ran.
     """
     with torch.autocast(loss.device.type, enabled=False):
-        return torch.autograd.grad(loss, tensors, allow_unused=True)
+        return torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
 
 
 def _probes_of(leaves: list[Leaf]) -> list[Tensor]:

@@ -318,7 +318,7 @@ def _truths(
                     if part is None or part.shape != weight.shape:
                         return "for a single sample its results have another shape"
                     parts.append((part, weight))
-                grads = gradients(_sum(parts), [*values, *more])
+                grads = gradients(_sum(parts), [*values, *more], keep=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})

@@ -747,3 +747,14 @@ def test_a_loop_that_is_shorter_than_in_the_first_batch() -> None:
     model, x = Own(two_orders, a=linear()), torch.randn(4, 6, D)
     assert len(right_or_named(model, (x, torch.full((4,), 2)), 4)) == 2
     assert not right_or_named(model, (x, torch.full((4,), 1)), 4)
+
+
+def test_parameters_that_are_changed_before_the_model_runs() -> None:
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        twice = {name: 2 * p for name, p in m.named_parameters()}
+        return per_sample(torch.func.functional_call(m, twice, (x,)))
+
+    for _ in range(2):
+        assert len(right_or_named(model, torch.randn(4, D), 4, loss)) == 4
