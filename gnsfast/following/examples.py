@@ -107,6 +107,8 @@ def _dim_of(t: Tensor, at: int, B: int) -> int | None:
     of each head [B * heads, T, T] has several rows for a sample.
     """
     s = t.shape
+    if t.layout != torch.strided or t.is_nested:
+        return None
     if len(s) > at and s[at] == B:
         return at
     is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool)

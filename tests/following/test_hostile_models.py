@@ -758,3 +758,20 @@ def test_parameters_that_are_changed_before_the_model_runs() -> None:
 
     for _ in range(2):
         assert len(right_or_named(model, torch.randn(4, D), 4, loss)) == 4
+
+
+@pytest.mark.parametrize("kind", ["sparse", "jagged"])
+def test_batches_that_cannot_be_sliced(kind: str) -> None:
+    """They run, and what is not followed is named."""
+    if kind == "sparse":
+        model = Own(lambda s, x: torch.sparse.mm(x, s.w), w=torch.randn(6, D))
+        x = torch.randn(4, 6).relu().to_sparse()
+    else:
+        model = Own(lambda s, x: torch.nested.to_padded_tensor(s.a(x), 0.0), a=linear())
+        parts = [torch.randn(k, D) for k in (3, 5, 2, 4)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    real = per_sample(model(x))
+    with pytest.raises(gnsfast.ObservationError), gnsfast.per_sample_sqnorms(model, 4):
+        y = per_sample(model(x))
+        y.sum().backward()
+    torch.testing.assert_close(y, real)
