@@ -379,7 +379,9 @@ class Batches:
             trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
         self._wrong_later |= proof.wrong
-        self.proof = self.proof.later(proof)
+        before, self.proof = self.proof.silent, self.proof.later(proof)
+        if self.proof.silent < before:  # more gates may open
+            self._late = AGAIN
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
@@ -508,7 +510,7 @@ UNCLEAR = (
 )
 
 AGAIN = 2
-"""So many later batches prove it again for each reason."""
+"""So many later batches prove it again for each reason, and more while they show more."""
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "

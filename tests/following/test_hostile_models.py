@@ -775,3 +775,32 @@ def test_batches_that_cannot_be_sliced(kind: str) -> None:
         y = per_sample(model(x))
         y.sum().backward()
     torch.testing.assert_close(y, real)
+
+
+class Gates(nn.Module):
+    """Blocks behind gates, which open one after the other. Samples meet in the last block."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([linear() for _ in range(n)])
+        self.gates = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(n)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, gate in zip(self.blocks, self.gates):
+            r = block(x).tanh()
+            x = x + gate * (r - r.mean(0) if block is self.blocks[-1] else r)
+        return x
+
+
+def test_many_gates_that_open_late() -> None:
+    """Each that opens is proven, however many there are."""
+    model = Gates(4)
+    for gate in model.gates:
+        for _ in range(2):
+            with gnsfast.per_sample_sqnorms(model, 4):
+                per_sample(model(torch.randn(4, D))).sum().backward()
+        nn.init.ones_(gate)
+    with gnsfast.per_sample_sqnorms(model, 4):
+        per_sample(model(torch.randn(4, D))).sum().backward()
+    model.zero_grad()
+    assert not right_or_named(model, torch.randn(4, D), 4)
