@@ -103,15 +103,16 @@ class Example(NamedTuple):
 
 def _dim_of(t: Tensor, at: int, B: int) -> int | None:
     """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the
-    first two for ids and features, which may lie sequence first beside a mask that does not. A mask
-    of each head [B * heads, T, T] has several rows for a sample.
+    first two for ids and features, which may lie sequence first beside a mask that does not. One
+    row of positions [1, T] is none. A mask of each head [B * heads, T, T] has several rows for a
+    sample.
     """
     s = t.shape
     if t.layout != torch.strided or t.is_nested:
         return None
     if len(s) > at and s[at] == B:
         return at
-    is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool)
+    is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool or s[0] == 1)
     if at == 0 and len(s) > 1 and s[1] == B and not is_mask:
         return 1
     return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None

@@ -804,3 +804,16 @@ def test_many_gates_that_open_late() -> None:
         per_sample(model(torch.randn(4, D))).sum().backward()
     model.zero_grad()
     assert not right_or_named(model, torch.randn(4, D), 4)
+
+
+def test_as_many_positions_as_samples() -> None:
+    """One row of positions [1, T] is the same for all samples."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        y: Tensor = m.a((m.words(x[0]) + m.positions(x[1])).tanh())
+        return y
+
+    model = Own(run, a=linear(), words=nn.Embedding(9, D), positions=nn.Embedding(9, D))
+    for B in (6, 4):
+        x = torch.randint(0, 9, (B, 6)), torch.arange(6)[None]
+        assert len(right_or_named(model, x, B)) == 4
