@@ -21,7 +21,7 @@ from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.following import Followed
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
-from gnsfast.probing import AUDIT_EVERY, unwrapped
+from gnsfast.probing import AUDIT_EVERY, checks, unwrapped
 
 
 class GradientNoiseScale:
@@ -213,8 +213,9 @@ class GradientNoiseScale:
                 )
             with steps:
                 yield
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            checks.explain_penalty(error)
             raise
         if self._inside:  # neither discard() nor reset() was called inside
             self._inside = False

@@ -189,6 +189,18 @@ def explain_rewritten(takes_norm: bool) -> str:
     )
 
 
+def explain_penalty(error: BaseException | None) -> None:
+    """Raise in place of torch's ``error`` about a gradient of a gradient, and say what helps."""
+    if "once_differentiable" in str(error):
+        raise ObservationError(PENALTY) from error
+
+
+PENALTY = (
+    "A gradient of a gradient is taken in the block, as a penalty on gradients does "
+    "(create_graph=True), and what is measured has none. Run the pass with the penalty outside of "
+    "the block, or use gnsfast.TwoBatchNoiseScale(model), which needs no per-sample norms."
+)
+
 NO_BACKWARD = (
     "No backward pass went through the model inside the block. Run forward and backward in it, "
     "with loss.backward(): autograd.grad, backward(inputs=...) and create_graph=True are not "

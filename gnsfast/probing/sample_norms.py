@@ -149,6 +149,7 @@ class per_sample_sqnorms:
         slab = self._slab
         self._watch.stop()
         try:
+            checks.explain_penalty(error)
             if kind is None:
                 self._check()
                 B = self._num_samples

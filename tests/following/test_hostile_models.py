@@ -817,3 +817,15 @@ def test_as_many_positions_as_samples() -> None:
     for B in (6, 4):
         x = torch.randint(0, 9, (B, 6)), torch.arange(6)[None]
         assert len(right_or_named(model, x, B)) == 4
+
+
+@pytest.mark.parametrize("measure", ["norms", "noise scale"])
+def test_a_penalty_on_gradients_is_named(measure: str) -> None:
+    """torch's own error does not say what to do."""
+    model, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, D, requires_grad=True)
+    gns = gnsfast.GradientNoiseScale(model)
+    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.microbatch(4)
+    with pytest.raises(gnsfast.ObservationError, match="TwoBatchNoiseScale"), block:
+        loss = per_sample(model(x)).mean()
+        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
+        (loss + slope.square().sum()).backward()
