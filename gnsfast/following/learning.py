@@ -181,7 +181,9 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             if not call.of_data and (leaf, k) not in looks.base.growing:
                 fewer = None
             step = _step(call, others, fewer, n)  # a branch may be that of some samples
-            found.setdefault(leaf, []).append(step._replace(chosen=chosen.get(call.name, NO_ROWS)))
+            if UNKNOWN in (*step.arguments, *step.results):
+                step = step._replace(chosen=chosen.get(call.name, NO_ROWS))
+            found.setdefault(leaf, []).append(step)
     return found
 
 

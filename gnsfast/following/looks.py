@@ -101,7 +101,7 @@ class Look(TorchFunctionMode):
             of_data = of_data and not (
                 name in CASTS and not (marks[0] is None or _is_data(marks[0]))
             )
-            data = _data_of(name, arguments, marks, args, self.samples)
+            data = _data_of(name, arguments, marks, args, kwargs, self.samples)
             leaves = [
                 mark
                 for t, mark in zip(arguments, marks)
@@ -221,9 +221,15 @@ def _is_data(mark: Any) -> bool:
     return mark in (DATA, RAGGED, SORTED)
 
 
-def _data_of(name: str, arguments: list[Any], marks: list[Any], args: Any, samples: int) -> str:
+def _data_of(
+    name: str, arguments: list[Any], marks: list[Any], args: Any, kwargs: Any, samples: int
+) -> str:
     """The mark of the results of a function of data."""
+    by_order = _reorders(name, arguments, marks, args, kwargs, samples)
     if name in INSERTS:
+        source = next(m for t, m in zip(arguments[::-1], marks[::-1]) if isinstance(t, Tensor))
+        if by_order and source in (DATA, SORTED):
+            return DATA if source is SORTED else SORTED
         return marks[0] if _is_data(marks[0]) else DATA
     if name == "_pad_packed_sequence":  # the samples lie as they were packed
         return SORTED
@@ -233,23 +239,48 @@ def _data_of(name: str, arguments: list[Any], marks: list[Any], args: Any, sampl
     by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
     if by_mask or (name == "repeat_interleave" and by_data):
         return RAGGED
-    by_order = name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
+    by_order |= name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
     # The data may have chosen the numbers of a list or an array.
     by_order |= name == "__getitem__" and _lists_samples(args[1], args[0], samples)
-    by_order |= name in ALONG and bool(by_data) and 0 in _numbers(args)
     if by_order:
-        return DATA if marks[0] is SORTED else SORTED
+        return DATA if marks[name == "embedding"] is SORTED else SORTED
     return SORTED if SORTED in marks else DATA
+
+
+def _reorders(
+    name: str, arguments: list[Any], marks: list[Any], args: Any, kwargs: Any, samples: int
+) -> bool:
+    """Whether an index that the data have chosen reorders what may be samples: it has as many
+    numbers as the dimension that it is for, or is any for dimension 0 of ``ALONG``.
+    """
+    if name not in REORDERS:
+        return False
+    k = int(name == "embedding")
+    own = list(zip(arguments, marks))
+    x, rest = own[k][0], own[:1] if k else own[1:]
+    chosen = [t for t, mark in rest if mark in (DATA, SORTED) and not t.is_floating_point()]
+    if not chosen or chosen[0].dtype in MASKS:
+        return False
+    index, d = chosen[0], 0
+    if "getitem" in name or "setitem" in name or "index_put" in name:
+        given = kwargs["indices"] if "indices" in kwargs else args[1]
+        given = given if isinstance(given, (tuple, list)) else (given,)
+        d = next((d for d, each in enumerate(given) if each is index), x.ndim)
+    elif not k:
+        numbers = [n for n in (kwargs.get("dim"), *args) if isinstance(n, int)]
+        d = numbers[0] % max(x.ndim, 1) if numbers else x.ndim
+    if d == 0 and name in ALONG:
+        return True
+    fits = d < x.ndim and x.shape[d] % samples == 0 and index.shape[:1] == x.shape[d : d + 1]
+    return fits and (index.ndim == 1 or d == 0)
 
 
 ALONG = frozenset(("index_select", "gather", "take_along_dim"))
 """Functions that take an index and the dimension that it is for."""
 
+REORDERS = ALONG | INSERTS | {"__getitem__", "embedding"}
+
 MASKS = (torch.bool, torch.uint8)
-
-
-def _numbers(args: Any) -> list[int]:
-    return [n for n in args if isinstance(n, int)]
 
 
 def _lists_samples(index: Any, t: Tensor, samples: int) -> bool:

@@ -829,3 +829,35 @@ def test_a_penalty_on_gradients_is_named(measure: str) -> None:
         loss = per_sample(model(x)).mean()
         slope = torch.autograd.grad(loss, x, create_graph=True)[0]
         (loss + slope.square().sum()).backward()
+
+
+def at(order: Tensor, x: Tensor) -> Tensor:
+    return order.view(-1, *(1,) * (x.ndim - 1)).expand_as(x)
+
+
+ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_select": lambda x, order: torch.index_select(x, dim=0, index=order),
+    "gather": lambda x, order: torch.gather(x, dim=-2, index=at(order, x)),
+    "take_along_dim": lambda x, order: x.take_along_dim(at(order, x), dim=0),
+    "embedding": lambda x, order: F.embedding(order, x),
+    "index_copy": lambda x, order: torch.zeros_like(x).index_copy(0, order.argsort(), x),
+    "index_put": lambda x, order: torch.zeros_like(x).index_put((order.argsort(),), x),
+    "scatter": lambda x, order: torch.zeros_like(x).scatter(0, at(order.argsort(), x), x),
+    "columns": lambda x, order: x.T[:, order].T,
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_samples_sorted_by_any_function(kind: str) -> None:
+    """The first batch has equal lengths, so that the order shows nothing."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        order = x[1].argsort(descending=True, stable=True)
+        y = F.linear(m.a(ORDERS[kind](x[0], order)).tanh(), m.w)
+        last: Tensor = m.b(ORDERS[kind](y, order.argsort()))
+        return last
+
+    model = Own(run, a=linear(), b=linear(), w=torch.randn(D, D))
+    for lengths in ([6, 6, 6, 6], [2, 6, 5, 1]):
+        x = torch.randn(4, D), torch.tensor(lengths)
+        assert right_or_named(model, x, 4) >= {"b.weight", "b.bias"}
