@@ -193,9 +193,9 @@ def prepare_compiler() -> None:
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         eval_frame = torch._C._dynamo.eval_frame
         skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        for cls in (Measured, Tracked):
-            code = cls.__dict__["__torch_function__"].__func__.__code__
-            eval_frame.set_code_exec_strategy(code, skip)
+        own: Any = Measured.__torch_function__, Tracked.__torch_function__, Tracked.detach
+        for function in own:
+            eval_frame.set_code_exec_strategy(function.__code__, skip)
         config = torch.compiler.config
         config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
 

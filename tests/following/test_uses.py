@@ -408,6 +408,20 @@ def test_uses_in_checkpoints(name: str, reentrant: bool) -> None:
         assert_norms(norms, loop_sqnorms(plain, squares, x, size))
 
 
+@pytest.mark.second
+@pytest.mark.parametrize("name", ["dora", "einsum"])
+def test_uses_in_compiled_models(name: str) -> None:
+    """What compiled code does not follow runs in eager code between its graphs."""
+    use, own = USES[name]
+    model = Layer(use, **own())
+    compiled = torch.compile(model, backend="aot_eager")
+    for size in (B, B, B + 1):
+        x = tokens(size)
+        with gnsfast.per_sample_sqnorms(model, size, audit="always") as norms:
+            squares(compiled, x).backward()
+        assert_norms(norms, loop_sqnorms(model, squares, x, size))
+
+
 @pytest.mark.parametrize("name", [name for name in USES if name not in ("bilinear", "lerp")])
 def test_uses_under_autocast(name: str) -> None:
     """Backward runs a function again as forward did: in half precision. (Torch's own ``bilinear``
