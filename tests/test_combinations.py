@@ -220,7 +220,7 @@ def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
     slab.open(B, documents, MEMBERS if GROUPS in features else (), moments, second=second)
     try:
         (model(case.x) * case.r).sum().backward()
-        slab.refuse_odd_pass()
+        slab.read()
         return {leaf.name: rows for leaf, rows in slab.rows.items()}
     finally:
         slab.close()

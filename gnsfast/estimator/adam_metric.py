@@ -37,8 +37,10 @@ class NoMetric:
     def leave_out(self, names: Sequence[str]) -> None:
         """Measure some parameters no more, in the pass that has just been opened."""
 
-    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
-        """This process's share of q, from ``.grad``. None if the probes have it."""
+    def finish(self, by_probe: bool, idle: set[str]) -> Tensor | None:
+        """This process's share of q, from ``.grad``. None if the probes have it. ``idle``
+        parameters got no gradient.
+        """
         return None
 
     def numbers(
@@ -124,9 +126,9 @@ class AdamMetric(NoMetric):
             self._moments.pop(p, None)
         self.measured, self._marks = frozenset(self._called), self._mark(self._moments)
 
-    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
+    def finish(self, by_probe: bool, idle: set[str]) -> Tensor | None:
         self._gathered = {}
-        if any(name in touched and p not in self._moments for p, name in self._names.items()):
+        if any(p not in self._moments and name not in idle for p, name in self._names.items()):
             return torch.full((), torch.nan, dtype=torch.float64)
         if by_probe:
             return None

@@ -147,7 +147,6 @@ class GradientNoiseScale:
             observer.settle()
             with torch.inference_mode(False):  # see ``_start``
                 self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
-            self._touched = [0] * len(observer.names)
         return observer
 
     @contextmanager
@@ -336,9 +335,7 @@ class GradientNoiseScale:
         observer.is_settled = True
         if grad_norm is not None:
             observer.refuse_norm()
-        update, touched = observer.finish(grad_norm)
-        self._ledger.add(update)
-        self._touched = [a + b for a, b in zip(self._touched, touched)]
+        self._ledger.add(observer.finish(grad_norm))
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
             observer.audit_again()
@@ -369,7 +366,7 @@ class GradientNoiseScale:
         self._ledger.settle()
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
-        observer.check(self._ledger.flags, self._touched)
+        observer.check(self._ledger.flags)
         p, q, whole_q, scalars, more = observer.exchange.split(self._ledger.ring[order])
         metric, dual, groups = more.split(observer.widths, 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
@@ -395,7 +392,7 @@ class GradientNoiseScale:
             "measured": self._measured,
             "ring": self._ledger.ring.clone(),
             "flags": self._ledger.flags.clone(),
-            "touched": dict(zip(observer.names, self._touched)),
+            "unseen": dict(observer.unseen),
             "means": observer.dual.state(),
         }
 
@@ -420,5 +417,5 @@ class GradientNoiseScale:
         self._ledger.count = self._measured
         self._ledger.ring.copy_(state["ring"])
         self._ledger.flags.copy_(state["flags"])
-        self._touched = [state["touched"].get(name, 0) for name in self._start().names]
+        self._start().unseen.update(state.get("unseen", {}))  # older states had none
         self._start().dual.load(state["means"])

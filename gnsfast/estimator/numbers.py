@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gnsfast.estimator.adam_metric import NoMetric
 from gnsfast.estimator.exchange import Exchange, another_norm
-from gnsfast.estimator.gradients import Sqnorms, rewritten
+from gnsfast.estimator.fingerprint import rewritten
+from gnsfast.estimator.gradients import Sqnorms
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
@@ -24,7 +25,8 @@ class Pass(NamedTuple):
     """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, ``weighed`` from
     ``metric_sums`` and ``uses`` from ``ProbeSlab.uses``. ``samples`` holds each sample's squared
     norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler,
-    ``divided`` the factor that a pipeline's schedule applies after the pass.
+    ``divided`` the factor that a pipeline's schedule applies after the pass. ``arrived`` are norms
+    for the audit. ``idle`` parameters got no gradient, ``unseen`` ones one that no probe has seen.
     """
 
     rows: list[Tensor]
@@ -39,6 +41,8 @@ class Pass(NamedTuple):
     samples: list[Tensor]
     groups: GroupRows | None
     arrived: dict[str, list[Tensor]]
+    idle: set[str]
+    unseen: list[str]
 
 
 def kept(value: Any) -> Any:
@@ -49,7 +53,7 @@ def kept(value: Any) -> Any:
 class Update(NamedTuple):
     """What an update left. q comes from the final gradients (``sqnorms``), from the norm of the
     whole gradient (``norm``), or from the probes. A pass that was ``alone``, on one process, lets
-    ``norm`` be compared with the probes, others with ``read`` if it is not None. ``witnesses`` are
+    ``norm`` be compared with the probes, others with ``read`` if it is not None. ``prints`` are
     the norms of some gradients after the last backward pass and at ``update()``, and ``leftover``
     those before the first pass. ``loss_scale`` is the factor that the gradients still have.
     ``dual`` is this process's share of the numbers of ``DualNorms``.
@@ -62,7 +66,7 @@ class Update(NamedTuple):
     norm: Tensor | None
     read: Sqnorms | None
     sqnorms: Sqnorms | None
-    witnesses: tuple[Tensor | None, Tensor | None]
+    prints: tuple[Tensor | None, Tensor | None]
     loss_scale: Tensor | None
     metric_q: Tensor | None
     dual: list[Tensor]
@@ -220,8 +224,8 @@ class Numbers:
         return torch.cat([*metric, *update.dual, torch.stack(groups).sum(0).flatten()])
 
     def _written(self, update: Update) -> Tensor:
-        """``gradients.rewritten``; 0.0 where there is nothing to compare."""
-        before, after = update.witnesses
+        """``rewritten``; 0.0 where there is nothing to compare."""
+        before, after = update.prints
         if before is None or after is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return rewritten(before, after, update.passes[-1].loss_scale, update.loss_scale)

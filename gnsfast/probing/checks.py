@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -16,24 +17,33 @@ BETWEEN = (
 )
 
 
-def mark(p: Tensor) -> tuple[int, int] | None:
-    """A value that changes whenever ``p.grad`` is written to."""
+Mark = tuple[int, int] | None
+"""A value that changes whenever a gradient is written to."""
+
+
+def mark(p: Tensor) -> Mark:
+    """The mark of ``p.grad``."""
     return marks((p,))[0]
 
 
-def marks(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+def marks(parameters: Iterable[Tensor]) -> list[Mark]:
     """The ``mark`` of each of ``parameters``."""
-    found: list[tuple[int, int] | None] = []
+    found: list[Mark] = []
     with unfollowed():
         for p in parameters:
-            grad = p.grad
+            grad: Any = p.grad
             if grad is None:
                 found.append(None)
                 continue
+            version = grad._version
             # Some writes to a DTensor change its own version, others that of its local tensor.
             # Clipping changes neither.
-            local = getattr(grad, "_local_tensor", None)
-            found.append((id(grad), grad._version + (grad if local is None else local)._version))
+            if (
+                type(grad) is not Tensor
+                and (local := getattr(grad, "_local_tensor", None)) is not None
+            ):
+                version += local._version
+            found.append((id(grad), version))
     return found
 
 
@@ -173,6 +183,12 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "that no update should count, such as a dry run, call gns.discard() too."
         )
     return explain_rewritten(takes_norm) if written else None
+
+
+GONE = (
+    "No parameter has a gradient. Call gns.update() before optimizer.zero_grad(). If the optimizer "
+    "runs inside the backward pass, use source='local'."
+)
 
 
 def explain_rewritten(takes_norm: bool) -> str:

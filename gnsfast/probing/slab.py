@@ -41,7 +41,8 @@ class ProbeSlab:
     """The probes of all covered parameters of a model, and what the last pass left in them.
 
     A parameter has one row, and a second one under a metric. Backward delivers them as the gradient
-    of its probes. ``caller`` is the model with the wrappers that the user calls.
+    of its probes. ``rows`` holds the rows [M, B + 2 + G] of the parameters that the last pass has
+    reached, after ``read``. ``caller`` is the model with the wrappers that the user calls.
     """
 
     def __init__(self, caller: nn.Module, sides: Sides = NO_SIDES) -> None:
@@ -59,28 +60,27 @@ class ProbeSlab:
         self.leaves = self.followed.structure.covered
         self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
         self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
-        self._of_device: dict[torch.device, list[int]] = {}
-        for k, leaf in enumerate(self.leaves):
-            self._of_device.setdefault(leaf.parameter.device, []).append(k)
+        self._of_device: dict[torch.device, list[Leaf]] = {}
+        for leaf in self.leaves:
+            self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
         self.devices = list(self._of_device)
-        self._found: dict[Leaf, Tensor] | None = None
+        self.rows: dict[Leaf, Tensor] = {}
 
     def order(self, device: torch.device) -> Tensor:
         """On ``device``, the number of the parameter of each row in ``sums``."""
-        found = [k for rows in self._of_device.values() for k in rows]
+        place = {leaf: k for k, leaf in enumerate(self.leaves)}
+        found = [place[leaf] for leaves in self._of_device.values() for leaf in leaves]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
     @property
-    def rows(self) -> dict[Leaf, Tensor]:
-        """The rows [M, B + 2 + G] that the last pass left, of the parameters that it reached."""
-        if self._found is None:
-            self._found = self.followed.passes.rows()
-        return self._found
+    def idle(self) -> list[str]:
+        """The parameters that backward did not reach."""
+        rows = self.rows
+        return [leaf.name for leaf in self.leaves if leaf not in rows]
 
     def rows_of(self, leaf: Leaf) -> Tensor:
         """The rows of a parameter, which are zeros where backward did not go."""
-        found = self.rows.get(leaf)
-        return torch.zeros_like(leaf.probe) if found is None else found
+        return self.rows[leaf] if leaf in self.rows else torch.zeros_like(leaf.probe)
 
     def sums(self) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
@@ -94,18 +94,18 @@ class ProbeSlab:
 
     def _sums(self, device: torch.device, measure: int) -> Tensor:
         B = self.num_samples
-        own = [self.rows_of(self.leaves[k]) for k in self._of_device[device]]
+        own = [self.rows_of(leaf) for leaf in self._of_device[device]]
         if self.sides.metric:  # else each has one row
             row, zero = slice(measure, measure + 1), torch.zeros_like(own[0][:1])
             own = [rows[row] if len(rows) > measure else zero for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
-        sums = grad[:, :B].sum(1, True, dtype=torch.float64)
-        return torch.cat([sums, grad[:, B : B + 2].double()], 1)
+        samples, rest = grad.split_with_sizes([B, grad.shape[1] - B], 1)
+        return torch.cat([samples.sum(1, True, dtype=torch.float64), rest[:, :2].double()], 1)
 
     @property
     def uses(self) -> tuple[int, ...]:
         """How many uses of each parameter the pass had, all passes of a pipeline together."""
-        return tuple(max(leaf.expected, 1) * self._passes for leaf in self.leaves)
+        return tuple([max(leaf.expected, 1) * self._passes for leaf in self.leaves])
 
     def groups(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
@@ -143,10 +143,11 @@ class ProbeSlab:
                 "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
             )
 
-    def refuse_odd_pass(self) -> None:
-        """Raise after ``create_graph=True``, which gives gradients a graph of their own, if a batch
-        norm was put into training mode inside the block, if a parameter was replaced in it, and for
-        parameters that the pass used in a way that gives no norms.
+    def read(self) -> None:
+        """Take what the pass left in the probes. Raise after ``create_graph=True``, which gives
+        gradients a graph of their own, if a batch norm was put into training mode inside the block,
+        if a parameter was replaced in it, and for parameters that the pass used in a way that gives
+        no norms.
         """
         self.refuse_batch_statistics()
         if self.followed.structure.is_changed:
@@ -154,13 +155,15 @@ class ProbeSlab:
                 "A parameter of the model was replaced inside the block, whose norms would be "
                 "those of the one before. Change a model between blocks."
             )
-        if any(p.grad is not None and p.grad.requires_grad for p in self.probes):
+        self.rows = self.followed.passes.rows()
+        # The rows of uses that were joined are not what backward left.
+        joined = (p.grad for leaf in self.leaves if leaf.joined for p in (leaf.probe, leaf.pair))
+        left = (*self.rows.values(), *(grad for grad in joined if grad is not None))
+        if any(rows.requires_grad for rows in left):
             raise ObservationError(
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
                 "that you measure without it."
             )
-        self._found = None
-        _ = self.rows
         for leaf in self.leaves:
             if leaf.failed:
                 raise ObservationError(
@@ -189,7 +192,7 @@ class ProbeSlab:
         follow.
         """
         self.refuse_batch_statistics()
-        self.num_samples, self._passes, self._found = num_samples, passes or 1, None
+        self.num_samples, self._passes, self.rows = num_samples, passes or 1, {}
         facts = self._facts(members, moments, second)
         in_stages = passes is not None
         self.followed.open(self._caller, num_samples, facts, documents, in_stages)
