@@ -111,9 +111,8 @@ class Fingerprint:
         self.leftover = self.norms() if self._is_read else None
 
     def begin_backward(self, arrived: Mapping[str, int]) -> None:
-        """Notice writes since the last pass, as by ``zero_grad(set_to_none=False)`` in a block,
-        when few gradients have ``arrived``. Gradients that share a buffer share the count of its
-        writes.
+        """Notice writes since the last pass, as by ``zero_grad`` in a block, when few gradients
+        have ``arrived``. Gradients that share a buffer share the count of its writes.
         """
         writes, arrivals = dict[int, int](), dict[int, int]()
         several = dist.is_initialized()
@@ -127,8 +126,10 @@ class Fingerprint:
                 # Another hook than that of the watch may write to what has arrived.
                 if not (arrivals[buffer] and len(p._post_accumulate_grad_hooks or ()) > 1):
                     writes[buffer] = now[1] - old[1]
-            elif not arrived.get(name, 0) and not (several and base is not None):
-                self._is_written = True  # but DDP makes new buckets after its first pass
+            elif several and (base is not None or arrived.get(name)):
+                continue  # DDP makes new buckets after its first pass
+            elif not arrived.get(name) or type(p.grad) is Tensor:  # subclasses have new sums
+                self._is_written = True
         each = arrival_writes() * (1 + several * DDP_WRITES)
         self._is_written |= any(n > each * arrivals[buffer] for buffer, n in writes.items())
 
@@ -141,22 +142,14 @@ class Fingerprint:
         """Whether a backward pass has ended since ``open``."""
         return self._now is not None
 
-    def close(self, first: bool) -> None:
+    def close(self) -> None:
         """End a pass.
 
         Raises:
             ObservationError: if gradients began anew in it, so that they lack those before it.
         """
         assert self._now is not None
-        before, self.last = self.last, self._now
-        if first or not self._is_read:
-            return
-        if not dist.is_initialized():  # DDP changes to its buckets
-            for p, old, new in zip(self.named.values(), before.marks, self.last.marks):
-                # A new tensor has version 0, a sum more. Those of subclasses have new sums.
-                if old is None or old == new or (new is not None and new[1] > old[1]):
-                    continue
-                self._is_written |= new is None or type(p.grad) is Tensor
+        self.last = self._now
         if self._is_written:
             raise ObservationError(checks.BETWEEN)
 

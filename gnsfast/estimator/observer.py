@@ -322,7 +322,7 @@ class Observer:
         if self._passes:
             self._refuse_next(divided, tokens is not None)
         try:
-            self.prints.close(first=not self._passes)
+            self.prints.close()
         except ObservationError:
             self.discard()
             raise

@@ -243,7 +243,7 @@ class TwoBatchNoiseScale:
         own, self._own, self._inside = self._own, {}, False
         if not own:
             raise ObservationError(NO_BACKWARD)
-        self._prints.close(not self._passes)
+        self._prints.close()
         for name, old, new in zip(self._parameters, self._before, self._ends):
             if self._processes.world == 1 and name not in own and new and old != new:
                 raise ObservationError(
