@@ -367,10 +367,10 @@ class GradientNoiseScale:
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._ledger.flags)
-        p, q, whole_q, scalars, more = observer.exchange.split(self._ledger.ring[order])
-        metric, dual, groups = more.split(observer.widths, 1)
+        p, q, whole_q, scalars, sides = observer.exchange.window(self._ledger.ring[order])
+        metric, dual, groups = sides.split(observer.widths, 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
-        found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
+        found = summarize(p, q, whole_q, scalars, local, modules, self.decay)
         found = observer.stages.added(observer.groups.added(found, groups, self.decay))
         found = observer.dual.added(found, dual, scalars, self.decay)
         return observer.metric.added(found, metric, scalars, self.decay)

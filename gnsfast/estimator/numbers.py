@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.estimator.adam_metric import NoMetric
-from gnsfast.estimator.exchange import Exchange, another_norm
+from gnsfast.estimator.exchange import Exchange, Seen, Shares, another_norm
 from gnsfast.estimator.fingerprint import rewritten
 from gnsfast.estimator.gradients import Sqnorms
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
@@ -72,6 +72,19 @@ class Update(NamedTuple):
     dual: list[Tensor]
 
 
+class OfPasses(NamedTuple):
+    """The numbers of P passes [P, ...]: those of ``Shares``, and p and q under a metric."""
+
+    p: Tensor
+    q: Tensor
+    metric: Tensor
+    calls: Tensor
+    surplus: Tensor
+    scalars: Tensor
+    padded: Tensor
+    empty: Tensor
+
+
 class Numbers:
     """Computes the vectors and the flags of ``Exchange`` on the device that holds the tensors."""
 
@@ -104,28 +117,27 @@ class Numbers:
         def of_updates(t: Tensor) -> Tensor:
             return t.new_zeros(len(updates), *t.shape[1:]).index_add_(0, of_pass, t)
 
-        sums, metric_U2, *rest = map(of_updates, self._of_passes(passes))
-        calls_U2R, scalars_US, lost_U2 = rest
-        p_q_U2K = sums / self._processes.tensor  # all tensor-parallel processes found the same
-        whole_U = p_q_U2K[:, 1].sum(1)
-        seen_U6 = whole_U.new_zeros(len(updates), 6)
+        found = OfPasses(*map(of_updates, self._of_passes(passes)))
+        # All tensor-parallel processes found the same.
+        p_UK, q_UK = found.p / self._processes.tensor, found.q / self._processes.tensor
+        whole_U = q_UK.sum(1)
+        seen_U6 = whole_U.new_zeros(len(updates), len(Seen._fields))
         for u, update in enumerate(updates):
             if not update.by_probe or update.norm is not None:
-                p, q = p_q_U2K[u]
-                q[:], whole_U[u], seen_U6[u] = self._of_gradients(update, p, q, whole_U[u])
-        flags_U5 = torch.cat([seen_U6[:, :3], lost_U2], 1)
-        extra_UE = p_q_U2K.new_zeros(len(updates), 0)
-        if self._exchange.extra:
-            extra_UE = torch.stack([*map(self._extra, updates, metric_U2)])
+                q_UK[u], whole_U[u], seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
+                seen_U6[u] = torch.stack([*seen])
+        sides_UE = p_UK.new_zeros(len(updates), 0)
+        if self._exchange.sides:
+            sides_UE = torch.stack([*map(self._sides, updates, found.metric)])
         return self._exchange(
-            *(p_q_U2K, whole_U, scalars_US, calls_U2R),
-            *(flags_U5, seen_U6[:, 3:5], seen_U6[:, 5], extra_UE),
+            Shares(
+                *(p_UK, q_UK, whole_U, found.scalars, sides_UE, found.calls, found.surplus),
+                *(found.padded, found.empty, Seen(*seen_U6.unbind(1))),
+            )
         )
 
-    def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
-        """The numbers of P passes, all [P, ...]: p and q of the units, p and q under a metric,
-        calls and surplus calls, the scalars of the weights, and the flags of misplaced tokens.
-        """
+    def _of_passes(self, passes: list[Pass]) -> "OfPasses":
+        """The numbers of P passes."""
         K, P = self._units, len(passes)
         parts = (t.to(self.device) for each in passes for t in each.rows)
         rows_K3P = torch.cat([self._no_rows, *parts]).view(P, K, 3).permute(1, 2, 0)
@@ -153,12 +165,16 @@ class Numbers:
                 assert isinstance(each.tokens, Tensor)
                 sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
                 lost[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
-        return (
-            (sums * divided).permute(2, 1, 0),
-            weighed,
-            torch.stack([calls.T, torch.where(calls.isnan(), calls, surplus).T], 1),
-            torch.stack([self._scalars(each) for each in passes]),
-            lost,
+        sums = sums * divided
+        return OfPasses(
+            p=sums[:, 0].T,
+            q=sums[:, 1].T,
+            metric=weighed,
+            calls=calls.T,
+            surplus=torch.where(calls.isnan(), calls, surplus).T,
+            scalars=torch.stack([self._scalars(each) for each in passes]),
+            padded=lost[:, 0],
+            empty=lost[:, 1],
         )
 
     def _add_audits(self, passes: list[Pass], sums_K2P: Tensor) -> None:
@@ -179,14 +195,10 @@ class Numbers:
 
     def _of_gradients(
         self, update: Update, p: Tensor, q: Tensor, whole: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, its sum, and what an update's gradients or their norm show: whether they were written
-        to, were not zero before, or differ from the probes; then the given norm, this process's
-        share of what it is compared with, and the part of ``whole`` that all replicas share.
-        """
+    ) -> tuple[Tensor, Tensor, Seen]:
+        """q, its sum, and what an update's gradients or their norm show."""
         zero = torch.zeros_like(whole)
-        written = another = replica = handed = stale = zero
-        read = torch.full_like(whole, torch.nan)
+        seen = Seen(zero, zero, zero, zero, torch.full_like(whole, torch.nan), zero)
         norm = (
             None
             if update.norm is None
@@ -194,30 +206,31 @@ class Numbers:
         )
         if update.by_probe:
             if norm is not None:  # it is only compared, since the probes are more accurate
-                another = another_norm(norm, whole).double()
-            return q, whole, torch.stack([written, stale, another, handed, read, replica])
+                seen = seen._replace(another=another_norm(norm, whole).double())
+            return q, whole, seen
         if update.leftover is not None:
-            stale = (update.leftover.sum() != 0).double()
+            seen = seen._replace(stale=(update.leftover.sum() != 0).double())
         if norm is not None:
             if update.alone:
-                read = whole
+                seen = seen._replace(read=whole)
             elif update.read is not None:
                 read = update.read.shares(self.device).sum()
                 read = loss_factors.without_scale(read, update.passes[-1].loss_scale)
-            handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
+                seen = seen._replace(read=read)
+            whole = norm * self._processes.divisor**2 / self._processes.world
             # With noise alone it is about p. A gradient scaler's factor, at least 512, would
             # be squared.
-            another = (whole < 1e-5 * p.sum()).double()
-            q = torch.full_like(q, torch.nan)
-        elif update.sqnorms is not None:
+            small = (whole < 1e-5 * p.sum()).double()
+            return torch.full_like(q, torch.nan), whole, seen._replace(norm=norm, another=small)
+        if update.sqnorms is not None:
             shares = update.sqnorms.shares(self.device)
             divided = self._processes.divisor**2  # DDP and FSDP2 average
             q = loss_factors.without_scale(shares, update.loss_scale) * divided
-            whole, replica = q.sum(), (q * self._replicas).sum()
-            written = self._written(update)
-        return q, whole, torch.stack([written, stale, another, handed, read, replica])
+            replica = (q * self._replicas).sum()
+            return q, q.sum(), seen._replace(replica=replica, written=self._written(update))
+        return q, whole, seen
 
-    def _extra(self, update: Update, metric_2: Tensor) -> Tensor:
+    def _sides(self, update: Update, metric_2: Tensor) -> Tensor:
         """This process's share of the numbers of a metric, dual norms and groups."""
         metric = self._metric.numbers(metric_2, update.metric_q, update.loss_scale)
         groups = [self._groups.numbers(each, self.device) for each in update.passes]

@@ -14,7 +14,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorms
-from gnsfast.estimator.exchange import FLAGS, Exchange
+from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
 from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
@@ -430,8 +430,10 @@ class Observer:
 
     def check(self, flags: Tensor) -> None:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
-        calls_2K = self.stages.own_units(flags[:-FLAGS].view(2, -1), len(self.names))
-        if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
+        K = len(self.units)
+        calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(self.names))
+        own = checks.Flags(*flags[2 * K :].tolist())
+        if wrong := checks.explain_flags(own, self.settings.takes_norm):
             raise ObservationError(wrong)
         for name, count, more in zip(self.names, *calls_2K.tolist()):
             if more != 0:  # NaN too
