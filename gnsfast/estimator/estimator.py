@@ -367,13 +367,14 @@ class GradientNoiseScale:
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._ledger.flags)
-        p, q, whole_q, scalars, sides = observer.exchange.window(self._ledger.ring[order])
-        metric, dual, groups = sides.split(observer.widths, 1)
+        window = observer.exchange.window(self._ledger.ring[order])
         local, modules = self._settings.local, [unit.module for unit in observer.units]
-        found = summarize(p, q, whole_q, scalars, local, modules, self.decay)
-        found = observer.stages.added(observer.groups.added(found, groups, self.decay))
-        found = observer.dual.added(found, dual, scalars, self.decay)
-        return observer.metric.added(found, metric, scalars, self.decay)
+        found = summarize(*window[:4], local, modules, self.decay)
+        found = observer.stages.added(found)
+        sides = [*observer.sides.values()]
+        for side, own in zip(sides, window.sides.split([side.width for side in sides], 1)):
+            found = side.added(found, own, window, self.decay)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU. Call it between updates. They are the same on every process
@@ -393,7 +394,7 @@ class GradientNoiseScale:
             "ring": self._ledger.ring.clone(),
             "flags": self._ledger.flags.clone(),
             "unseen": dict(observer.unseen),
-            "means": observer.dual.state(),
+            "means": {k: v for side in observer.sides.values() for k, v in side.state().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -418,4 +419,5 @@ class GradientNoiseScale:
         self._ledger.ring.copy_(state["ring"])
         self._ledger.flags.copy_(state["flags"])
         self._start().unseen.update(state.get("unseen", {}))  # older states had none
-        self._start().dual.load(state["means"])
+        for side in self._start().sides.values():
+            side.load(state["means"])

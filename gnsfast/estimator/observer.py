@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gnsfast.combinations import TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
@@ -17,9 +18,11 @@ from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
-from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
+from gnsfast.estimator.numbers import Numbers
+from gnsfast.estimator.records import Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side, joined
 from gnsfast.estimator.stages import Stages
 from gnsfast.following import Followed
 from gnsfast.functional import document_slots
@@ -37,11 +40,13 @@ from gnsfast.probing import (
     Audit,
     GradientWatch,
     ProbeSlab,
-    Sides,
     checks,
     unwrapped,
 )
 from gnsfast.tensors import is_dtensor
+
+SIDES: tuple[type[Side], ...] = (AdamMetric, DualNorms, GroupMeasure)
+"""What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
 class Observer:
@@ -69,9 +74,11 @@ class Observer:
             self.processes = replace(self.processes, factor=factor)
         first = next(iter((*slab.parameters.values(), *self.model.parameters())), None)
         self.device = torch.device("cpu") if first is None else first.device
-        self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
-        self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
-        self.groups = GroupMeasure(s, self.processes)
+        asked = [kind for kind in SIDES if kind.is_asked(s)]
+        if asked and self.processes.tensor > 1:
+            refuse([*s.features(), TENSOR_PARALLEL])
+        setup = Setup(self.model, slab, s, self.processes, self.device)
+        self.sides = {kind.name: kind(setup) for kind in asked}
         self._has_agreed = self.processes.world == 1
         self.unseen: Counter[str] = Counter()
         self._bind()
@@ -86,8 +93,6 @@ class Observer:
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
         self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]
-        slab.sides = Sides(self.metric.measured, len(s.groups))
-        self.widths = [self.metric.width, self.dual.width, self.groups.width]
         spread = fsdp_degrees(self.model)
         self._replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
@@ -108,10 +113,11 @@ class Observer:
         self.units = self.stages.units
         if not self.units:
             raise ValueError("No stage has a trainable parameter with per-sample norms")
-        self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
+        sides = [*self.sides.values()]
+        widths = sum(side.width for side in sides)
+        self.exchange = Exchange(self.processes, self.stages, s.group, widths)
         self.numbers = Numbers(
-            *(self._slab, self.exchange, s, self._replicas),
-            *(self.audit, self.metric, self.groups, self._where),
+            *(self._slab, self.exchange, s, self._replicas, self.audit, sides, self._where)
         )
 
     def _learned(self) -> None:
@@ -140,8 +146,8 @@ class Observer:
     def _leave_out(self, names: list[str]) -> None:
         """Measure some parameters no more."""
         self._slab.refresh()
-        for each in (self.metric, self.dual):
-            each.leave_out(names)
+        for side in self.sides.values():
+            side.leave_out(names)
         self._bind()
 
     def agree(self) -> bool:
@@ -205,6 +211,11 @@ class Observer:
             )
         if self._slab.followed.batches.proof is not self._proof:  # another block has shown it
             self._learned()
+        if (groups is None) != (not self.settings.groups):
+            raise ValueError(
+                "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
+                "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
+            )
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
@@ -218,22 +229,18 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        members, moments, second = self._sides(groups, num_samples)
+        block = Block(len(self._passes), num_samples, groups)
+        facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
-        slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
+        slab.open(slots, documents, facts, self.pass_over, begins, passes)
         slab.followed.batches.call_when_learned(self._learned)
         self.slab, self._split = slab, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
         self._by_marks = one and not dist.is_initialized()  # DDP writes to whole buckets
         self._watch_gradients()
-        self.dual.opened()  # after the watch, which does not audit parameters with hooks
-
-    def _sides(self, groups: Any, num_samples: int) -> Any:
-        """What is measured beside the samples' norms in the next pass."""
-        members = self.groups.open(groups, num_samples)
-        moments = self.metric.open(not self._passes)
-        return members, moments, self.dual.open(len(self._passes))
+        for side in self.sides.values():
+            side.start()  # after the watch, which does not audit parameters with hooks
 
     def _watch_gradients(self) -> None:
         parameters = self._slab.parameters
@@ -271,7 +278,8 @@ class Observer:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
             self.slab.close()
-            self.dual.closed()
+            for side in self.sides.values():
+                side.stop()
             self.slab.forget()
             self.audit.undo(self._audited)
             if self._watch is not None:
@@ -309,13 +317,14 @@ class Observer:
         except (ObservationError, ValueError):
             self.discard()
             raise
-        rows, weighed = slab.sums(), slab.metric_sums()
+        rows, uses = slab.sums(), slab.uses
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         samples = slab.sample_sqnorms() if each else []
-        of_groups, uses = self.groups.rows(slab), slab.uses
         slab.close()
-        self.dual.passed()
         watch.stop()
+        for side in self.sides.values():
+            side.stop()
+        left = {name: side.passed() for name, side in self.sides.items()}
         self.slab = None
         if not self.prints.is_over:
             self.pass_over()
@@ -332,23 +341,23 @@ class Observer:
                 self.prints.suspect(name)
             elif watch.has_arrived(name):
                 unseen.append(name)
-        left = Pass(
-            rows=rows,
-            weighed=weighed,
-            uses=uses,
-            num_samples=num_samples,
-            passes=passes,
-            tokens=kept(tokens),
-            scale=1.0 if scale is None else kept(scale),
-            divided=divided,
-            loss_scale=self._loss_scale(),
-            samples=samples,
-            groups=of_groups,
-            arrived=watch.norms,
-            idle={*idle}.difference(unseen),
-            unseen=unseen,
+        self._passes.append(
+            Pass(
+                rows=rows,
+                uses=uses,
+                num_samples=num_samples,
+                passes=passes,
+                tokens=kept(tokens),
+                scale=1.0 if scale is None else kept(scale),
+                divided=divided,
+                loss_scale=self._loss_scale(),
+                samples=samples,
+                left=left,
+                arrived=watch.norms,
+                idle={*idle}.difference(unseen),
+                unseen=unseen,
+            )
         )
-        self._passes.append(left)
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
         """Raise if one more micro-batch of the update does not fit those before it."""
@@ -384,7 +393,6 @@ class Observer:
             self.prints.refuse_rewritten(s.grad_scaler, s.takes_norm)
             now = self.prints.norms()
         self.unseen.update(name for each in passes for name in each.unseen)
-        idle = set.intersection(*(each.idle for each in passes))
         done = loss_factors.unscaled(s.grad_scaler)
         loss_scale = None if done else self._loss_scale()
         return Update(
@@ -397,8 +405,9 @@ class Observer:
             sqnorms=sqnorms,
             prints=(self.prints.last.norms, now),
             loss_scale=loss_scale,
-            metric_q=self.metric.finish(by_probe, idle),
-            dual=self.dual.finish(passes, loss_scale),
+            left={
+                name: side.finish(passes, by_probe, loss_scale) for name, side in self.sides.items()
+            },
         )
 
     def audit_again(self) -> None:
@@ -411,8 +420,12 @@ class Observer:
         """Raise if the norm of the whole gradient is not enough."""
         if self.settings.local:
             raise ValueError("source='local' does not use grad_norm: call gns.update()")
-        self.metric.refuse_norm()
-        self.dual.refuse_norm()
+        if not self.settings.takes_norm:
+            metric = "adam" if self.settings.optimizer is not None else self.settings.dual[0]
+            raise ValueError(
+                f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
+                "grad_norm, before clipping."
+            )
         gradients.refuse_partial_norm(self.left_out)
 
     def _refuse_hooks(self) -> None:

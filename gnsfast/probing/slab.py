@@ -2,15 +2,15 @@
 """The probes of a whole model, parameter by parameter."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.following import NOTHING, Facts, Followed, Leaf
-from gnsfast.functional import Documents, Groups
+from gnsfast.functional import Documents
 from gnsfast.probing.wrappers import unwrapped
 
 
@@ -21,22 +21,6 @@ class Unit(NamedTuple):
     module: str
 
 
-ONE = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-"""s and eps of a parameter without a v, whose numbers are not used."""
-
-
-class Sides(NamedTuple):
-    """What is measured beside the samples' norms: the parameters in ``metric`` have one more row,
-    and all parameters have columns for ``num_groups`` groups of samples.
-    """
-
-    metric: frozenset[str] = frozenset()
-    num_groups: int = 0
-
-
-NO_SIDES = Sides()
-
-
 class ProbeSlab:
     """The probes of all covered parameters of a model, and what the last pass left in them.
 
@@ -45,15 +29,15 @@ class ProbeSlab:
     reached, after ``read``. ``caller`` is the model with the wrappers that the user calls.
     """
 
-    def __init__(self, caller: nn.Module, sides: Sides = NO_SIDES) -> None:
-        self._caller, self.sides = caller, sides
+    def __init__(self, caller: nn.Module) -> None:
+        self._caller = caller
         self.model = unwrapped(caller)
         self.followed = Followed.of(self.model)
         self.refresh()
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
         self.num_samples = 0
-        self._passes = 1
+        self._passes = self._measures = 1
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -82,22 +66,20 @@ class ProbeSlab:
         """The rows of a parameter, which are zeros where backward did not go."""
         return self.rows[leaf] if leaf in self.rows else torch.zeros_like(leaf.probe)
 
-    def sums(self) -> list[Tensor]:
+    def sums(self, measure: int = 0) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
-        norm of their sum, and how many uses of each parameter were reached (``calls_of``).
+        norm of their sum, and how many uses of each parameter were reached (``calls_of``); for
+        measure 1 the same under a metric, or nothing if the pass had none.
         """
-        return [self._sums(device, 0) for device in self.devices]
+        if measure >= self._measures:
+            return []
+        return [self._sums(leaves, measure) for leaves in self._of_device.values()]
 
-    def metric_sums(self) -> list[Tensor]:
-        """float64 [R, 3] on each of ``devices``: the same under the metric, zeros without one."""
-        return [self._sums(device, 1) for device in self.devices] if self.sides.metric else []
-
-    def _sums(self, device: torch.device, measure: int) -> Tensor:
+    def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
         B = self.num_samples
-        own = [self.rows_of(leaf) for leaf in self._of_device[device]]
-        if self.sides.metric:  # else each has one row
-            row, zero = slice(measure, measure + 1), torch.zeros_like(own[0][:1])
-            own = [rows[row] if len(rows) > measure else zero for rows in own]
+        own = [self.rows_of(leaf) for leaf in leaves]
+        if self._measures > 1:
+            own = [rows[measure : measure + 1] for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
         samples, rest = grad.split_with_sizes([B, grad.shape[1] - B], 1)
         return torch.cat([samples.sum(1, True, dtype=torch.float64), rest[:, :2].double()], 1)
@@ -175,52 +157,28 @@ class ProbeSlab:
         self,
         num_samples: int,
         documents: Documents | None = None,
-        members: Sequence[Tensor] = (),
-        moments: Mapping[str, tuple[Tensor, Tensor]] = {},
+        facts: Mapping[str, Facts] = {},
         at_end: Callable[[], None] | None = None,
-        second: Mapping[str, tuple[Any, ...]] = {},
         at_start: Callable[[], None] | None = None,
         passes: int | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
-        ``documents`` says where packed samples begin. ``members`` holds the samples of each group.
-        ``moments`` holds v, and s and eps [1, 2], of each parameter whose metric is known.
-        ``at_end`` is called after each backward pass and its averages over processes, ``at_start``
-        when the first one has reached a probe. ``second`` holds what sums over samples
-        (``Plan.second``). ``passes``: in a pipeline so many passes of ``num_samples`` samples
-        follow.
+        ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
+        beside the norms. ``at_end`` is called after each backward pass and its averages over
+        processes, ``at_start`` when the first one has reached a probe. ``passes``: in a pipeline so
+        many passes of ``num_samples`` samples follow.
         """
         self.refuse_batch_statistics()
         self.num_samples, self._passes, self.rows = num_samples, passes or 1, {}
-        facts = self._facts(members, moments, second)
+        some = next(iter(facts.values()), NOTHING)
+        self._measures = 1 + (some.constants_12 is not None)
         in_stages = passes is not None
         self.followed.open(self._caller, num_samples, facts, documents, in_stages)
         self._closes = weakref.finalize(self, self.followed.close)
         self._closes.atexit = False
         self._watch_end(at_end)
         self._at_start = at_start
-
-    def _facts(
-        self,
-        members: Sequence[Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        second: Mapping[str, tuple[Any, ...]],
-    ) -> dict[str, Facts]:
-        if not members and not moments and not second:
-            return {}
-        groups = Groups.of(*members) if members else None
-        found = {}
-        for leaf in self.followed.leaves:
-            v, constants = moments.get(leaf.name, (None, ONE.to(leaf.parameter.device)))
-            own = Facts(
-                groups and groups.to(leaf.parameter.device),
-                v,
-                constants if moments else None,
-                second.get(leaf.name, ()),
-            )
-            found[leaf.name] = NOTHING if own == NOTHING else own
-        return found
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end = at_end
