@@ -15,7 +15,7 @@ from torch import Tensor
 from gnsfast.estimator.stages import Stages
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes
-from gnsfast.probing.checks import Flags
+from gnsfast.probing import checks
 
 
 class Seen(NamedTuple):
@@ -80,8 +80,8 @@ class Exchange:
         self._widths = [K, K, 1, loss_factors.SCALARS, sides]
         self.width = sum(self._widths)
         """How many numbers an update has, those of ``Window``."""
-        self.flags = 2 * K + len(Flags._fields)
-        """How many flags: the calls and surplus calls of each unit, then ``Flags``."""
+        self.flags = 2 * K + len(checks.Flags._fields)
+        """How many flags: the calls and surplus calls of each unit, then ``checks.Flags``."""
 
     def window(self, vectors_UW: Tensor) -> Window:
         """The parts of the vectors of U updates."""

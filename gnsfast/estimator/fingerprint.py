@@ -19,7 +19,6 @@ from gnsfast.errors import ObservationError
 from gnsfast.following import unfollowed
 from gnsfast.noise_scale import loss_factors
 from gnsfast.probing import checks
-from gnsfast.probing.checks import Mark
 from gnsfast.tensors import accumulate_dtype, local_part
 
 FEW = 8
@@ -38,7 +37,7 @@ DDP_WRITES = 2
 class Print(NamedTuple):
     """The marks of the gradients after a pass, and norms, or None if none were read."""
 
-    marks: list[Mark]
+    marks: list[checks.Mark]
     norms: Tensor | None
 
 
@@ -69,7 +68,9 @@ class Fingerprint:
         self._all = self.named = dict(parameters)
         self._suspects: dict[str, nn.Parameter] = {}
         self._updates, self._whole = 0, WHOLE
-        self._after: list[Mark] | None = None  # of ``named``, when the update before had ended
+        self._after: list[checks.Mark] | None = (
+            None  # of ``named``, when the update before had ended
+        )
         self.leftover: Tensor | None = None
         self.last = Print([], None)
         self._now: Print | None = None
@@ -166,7 +167,7 @@ class Fingerprint:
         if self._after != [m and (m[0], m[1] + writes) for m in self.last.marks]:
             raise ObservationError(checks.explain_rewritten(takes_norm))
 
-    def _marks(self) -> list[Mark]:
+    def _marks(self) -> list[checks.Mark]:
         return checks.marks(self.named.values())
 
     def norms(self) -> Tensor | None:
