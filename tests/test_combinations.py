@@ -29,8 +29,9 @@ from gnsfast.combinations import (
     TIED,
     reason,
 )
-from gnsfast.functional import Grams, Squares, document_slots
-from gnsfast.probing import ProbeSlab, Sides
+from gnsfast.following import Facts
+from gnsfast.functional import Grams, Groups, Squares, document_slots
+from gnsfast.probing import ProbeSlab
 
 B = 3
 REPEATED = table.REPEATED
@@ -215,12 +216,14 @@ def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
                 second[n] += (kind(partial(list, [own])),)
     if not {SIGN, SPECTRAL} & {*features}:
         second = {}
-    slab = ProbeSlab(model, Sides(frozenset(moments), len(MEMBERS) * (GROUPS in features)))
+    slab = ProbeSlab(model)
     documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
-    slab.open(B, documents, MEMBERS if GROUPS in features else (), moments, second=second)
+    groups = Groups.of(*MEMBERS) if GROUPS in features else None
+    facts = {n: Facts(groups, *moments.get(n, (None, None)), second.get(n, ())) for n in trained}
+    slab.open(B, documents, facts)
     try:
         (model(case.x) * case.r).sum().backward()
-        slab.refuse_odd_pass()
+        slab.read()
         return {leaf.name: rows for leaf, rows in slab.rows.items()}
     finally:
         slab.close()

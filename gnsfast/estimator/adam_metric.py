@@ -10,54 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast.combinations import METRIC, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.exchange import Window
+from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.following import Facts
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
-from gnsfast.parallel import Processes
-from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
-from gnsfast.tensors import is_dtensor, local_part
+from gnsfast.tensors import is_dtensor, local_part, whole
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class NoMetric:
-    """The measurement of an update without a metric. It does nothing and adds no numbers."""
-
-    width = 0
-    measured: frozenset[str] = frozenset()
-
-    def open(self, first: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """v, and s and eps [1, 2], of each parameter that has them: none before the optimizer's
-        first step. ``first`` says that this micro-batch begins an update.
-        """
-        return {}
-
-    def leave_out(self, names: Sequence[str]) -> None:
-        """Measure some parameters no more, in the pass that has just been opened."""
-
-    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
-        """This process's share of q, from ``.grad``. None if the probes have it."""
-        return None
-
-    def numbers(
-        self, metric_2: Tensor, q: Tensor | None, loss_scale: Tensor | None
-    ) -> list[Tensor]:
-        """This process's share of p and q, [2], from the sums of the probes and from ``finish``."""
-        return []
-
-    def refuse_norm(self) -> None:
-        """Raise if ``grad_norm`` is not enough."""
-
-    def added(
-        self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
-    ) -> NoiseScale:
-        """``result`` with the noise scale under the metric, from the window's p and q [U, 2]."""
-        return result
+ONE = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+"""s and eps of a parameter without a v, whose numbers are not used."""
 
 
-class AdamMetric(NoMetric):
+class AdamMetric(Side):
     """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over all parameters that have norms.
 
     It uses the v of the beginning of the update. If a parameter gets a gradient but has no v, as
@@ -67,98 +37,89 @@ class AdamMetric(NoMetric):
     it from the processes, and each keeps it, 4 bytes a parameter, until ``update()``.
     """
 
-    width = 2
+    name, width = "adam", 2
 
-    def __init__(
-        self,
-        model: nn.Module,
-        slab: ProbeSlab,
-        settings: Settings,
-        processes: Processes,
-        device: torch.device,
-    ) -> None:
-        self._optimizer, self._local = settings.optimizer, settings.local
-        self._processes = processes
-        if processes.tensor > 1:
-            refuse([METRIC, TENSOR_PARALLEL])
-        self._called: dict[str, Any] = dict(slab.parameters)
-        self._names = {p: name for name, p in self._called.items()}
-        self.measured, self.left_out = frozenset(self._called), ()
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        return settings.optimizer is not None
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._optimizer, self._local = setup.settings.optimizer, setup.settings.local
+        parameters: dict[str, Any] = setup.slab.parameters
+        self._names = {p: name for name, p in parameters.items()}
         self._sharded = {p for p in self._names if is_dtensor(p)}
         self._group_of = _parameter_groups(self._optimizer, self._names)
         self._constants: dict[str, Tensor] = {}
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._gathered: dict[nn.Parameter, Tensor] = {}  # those of sharded parameters, whole
         self._marks: list[Any] = []
-        self._device = device
 
-    @staticmethod
-    def of(
-        model: nn.Module,
-        slab: ProbeSlab,
-        settings: Settings,
-        processes: Processes,
-        device: torch.device,
-    ) -> NoMetric:
-        """The measurement that the settings ask for. Its numbers are on ``device``."""
-        if settings.optimizer is None:
-            return NoMetric()
-        return AdamMetric(model, slab, settings, processes, device)
-
-    def open(self, first: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        found = {p: self._moment(p, name) for p, name in self._names.items()}
+    def open(self, block: Block) -> Mapping[str, Facts]:
+        first, found = not block.before, {p: self._moment(p, n) for p, n in self._names.items()}
         moments = {p: v for p, v in found.items() if v is not None}
         if first:
             self._moments, self._marks = moments, self._mark(moments)
         self._refuse_step(moments)
+        if not moments:
+            return {}
         if self._sharded:
             if first or self._local:
-                self._gathered = {p: _whole(v) for p, v in moments.items() if p in self._sharded}
+                self._gathered = {p: whole(v) for p, v in moments.items() if p in self._sharded}
             moments = moments | self._gathered
-        constants = self._constants_of(moments)
-        return {self._names[p]: (v, constants[self._names[p]]) for p, v in moments.items()}
+        constants, of_name = self._constants_of(moments), {self._names[p]: p for p in moments}
+        asked = {}
+        for leaf in self.setup.slab.followed.leaves:
+            if (p := of_name.get(leaf.name)) is not None:
+                asked[leaf.name] = Facts(v=moments[p], constants_12=constants[leaf.name])
+            else:
+                asked[leaf.name] = Facts(constants_12=ONE.to(leaf.parameter.device))
+        return asked
+
+    def passed(self) -> list[Tensor]:
+        return self.setup.slab.sums(measure=1)
 
     def leave_out(self, names: Sequence[str]) -> None:
-        for p in [self._called.pop(name) for name in names]:
+        for p in [p for p, name in self._names.items() if name in names]:
             del self._names[p]
             self._moments.pop(p, None)
-        self.measured, self._marks = frozenset(self._called), self._mark(self._moments)
+        self._marks = self._mark(self._moments)
 
-    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
+    def finish(
+        self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None
+    ) -> Tensor | None:
         self._gathered = {}
-        if any(name in touched and p not in self._moments for p, name in self._names.items()):
+        idle = set.intersection(*(each.idle for each in passes))
+        if any(p not in self._moments and name not in idle for p, name in self._names.items()):
             return torch.full((), torch.nan, dtype=torch.float64)
         if by_probe:
             return None
         self._refuse_step(self._moments)
-        q = torch.zeros((), dtype=torch.float64, device=self._device)
+        q = torch.zeros((), dtype=torch.float64, device=self.setup.device)
         constants = self._constants_of(self._moments)
         for p, v in self._moments.items():
             if p.grad is not None:
                 constants_2 = constants[self._names[p]][0]
                 found = metric_sqnorm(local_part(p.grad.detach()), local_part(v), constants_2)
-                q += (found / self._processes.copies(p.grad)).to(q.device)
+                q += (found / self.setup.processes.copies(p.grad)).to(q.device)
         return q
 
-    def numbers(
-        self, metric_2: Tensor, q: Tensor | None, loss_scale: Tensor | None
-    ) -> list[Tensor]:
-        if q is None:
-            return [metric_2]
-        q = loss_factors.without_scale(q.to(metric_2.device), loss_scale)
+    def numbers(self, update: Update, device: torch.device) -> Tensor:
+        metric_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        for each in update.passes:
+            for t in each.left[self.name]:
+                own = t[:, :2].sum(0).to(device)
+                metric_2 += loss_factors.without_scale(own, each.loss_scale)
+        if (q := update.left[self.name]) is None:  # the probes have it
+            return metric_2
+        q = loss_factors.without_scale(q.to(device), update.loss_scale)
         p = metric_2[0] + 0.0 * q  # NaN where a v is missing
-        return [torch.stack([p, q * self._processes.divisor**2])]
-
-    def refuse_norm(self) -> None:
-        raise ValueError(
-            "metric='adam' needs the gradients, not their norm. Call gns.update() without "
-            "grad_norm, before clipping."
-        )
+        return torch.stack([p, q * self.setup.processes.divisor**2])
 
     def added(
-        self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
     ) -> NoiseScale:
-        found = summarize_adam(metric, scalars, self._local, self.left_out, decay)
+        found = summarize_adam(numbers, window.scalars, self._local, (), decay)
         return replace(result, adam=found)
 
     def _moment(self, p: nn.Parameter, name: str) -> Tensor | None:
@@ -250,12 +211,6 @@ def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict
 def _placed(t: Any) -> Any:
     """How a DTensor is spread."""
     return t.device_mesh, t.placements
-
-
-def _whole(t: Any) -> Tensor:
-    """All of a DTensor."""
-    whole: Tensor = t.full_tensor()
-    return whole
 
 
 def _numbers(values: Sequence[Any], where: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnsfast.estimator.numbers import Pass
+from gnsfast.estimator.records import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes

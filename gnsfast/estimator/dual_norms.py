@@ -3,7 +3,7 @@
 ``noise_scale.dual_norms`` has the mathematics.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
+from gnsfast.combinations import SIGN, SPECTRAL
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.dual_factors import Factors, factors
+from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
-from gnsfast.estimator.numbers import Pass
+from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side, joined
+from gnsfast.following import Facts
 from gnsfast.functional import Grams, Halves, Squares
 from gnsfast.noise_scale import (
     NUMBERS,
@@ -29,47 +32,37 @@ from gnsfast.noise_scale import (
     dual_norms,
     summarize_dual,
 )
-from gnsfast.parallel import Processes
-from gnsfast.probing import ProbeSlab
 
 MOST_ALONE = 2
 """So many updates in a row may have a single pass, and are skipped, as at the end of an epoch."""
 
 
-class DualNorms:
-    """All dual norms that the settings name. Without any it does nothing and adds no numbers."""
+class DualNorms(Side):
+    """All dual norms that the settings name."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        slab: ProbeSlab,
-        settings: Settings,
-        processes: Processes,
-        device: torch.device,
-    ) -> None:
-        self._settings, self._processes, self._device = settings, processes, device
-        if settings.dual and processes.tensor > 1:
-            refuse([*settings.features(), TENSOR_PARALLEL])
-        self.of: dict[str, DualNorm] = {
-            metric: KINDS[metric](model, slab, settings, processes) for metric in settings.dual
-        }
+    name = "dual"
+
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        return bool(settings.dual)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        s, on = setup.settings, setup.processes
+        self._settings, self._processes = s, on
+        self.of: dict[str, DualNorm] = {metric: KINDS[metric](setup) for metric in s.dual}
         self._release: Callable[[], object] | None = None
         self._compared = False  # whether an update had units to compare
         self._alone = 0  # updates in a row that had none
-        self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
+        self._rank = dist.get_rank(s.group) if on.world > 1 else 0
 
     @property
-    def width(self) -> int:
-        """How many numbers an update has."""
+    def width(self) -> int:  # type: ignore[override]
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
-    def open(self, passes: int) -> dict[str, tuple[Any, ...]]:
-        """Where each parameter adds its sums in the pass that follows ``passes`` of the update."""
-        found: dict[str, tuple[Any, ...]] = {}
-        for each in self.of.values():
-            for name, sums in each.open(self._first_sample(passes), passes == 0).items():
-                found[name] = (*found.get(name, ()), *sums)
-        return found
+    def open(self, block: Block) -> Mapping[str, Facts]:
+        first_sample, first = self._first_sample(block.before), not block.before
+        return joined([each.open(first_sample, first) for each in self.of.values()])
 
     def _first_sample(self, passes: int) -> int:
         """Passes take turns, so that both halves get samples even if each pass has only one."""
@@ -80,39 +73,35 @@ class DualNorms:
         for each in self.of.values() if not self._settings.micro_batches else ():
             each.leave_out(names)
 
-    def opened(self) -> None:
-        """Begin to watch a pass. If the modules of a compiled model add to sums, it runs in eager
-        mode until ``closed``, because each update has new sums and would compile a new graph.
+    def start(self) -> None:
+        """If the modules of a compiled model add to sums, it runs in eager mode until ``stop``,
+        because each update has new sums and would compile a new graph.
         """
         if self._settings.micro_batches:
             for each in self.of.values():
                 each.arrivals.start()
-        elif self.of:
+        else:
             self._release = EAGER.hold(self)
 
-    def closed(self) -> None:
-        """The reverse of ``opened``."""
+    def stop(self) -> None:
         for each in self.of.values():
             each.arrivals.stop()
         if self._release is not None:
             self._release()
 
     def passed(self) -> None:
-        """Call ``closed``, and sum over processes what the pass left of sharded parameters."""
-        self.closed()
+        """Sum over processes what the pass left of sharded parameters."""
         for each in self.of.values():
             each.keep(by_pass=True)
 
-    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
-        """This process's share of the numbers, from the sums of an update's passes and from
-        ``.grad``, which has the factor ``loss_scale``.
-        """
-        if not self.of:
-            return []
+    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> list[Tensor]:
         self._refuse_alone(len(passes))
-        where = self._settings, self._processes, self._device
+        where = self._settings, self._processes, self.setup.device
         of = factors(passes, self._first_sample, loss_scale, *where)
-        return [each.finish(of).to(self._device) for each in self.of.values()]
+        return [each.finish(of).to(self.setup.device) for each in self.of.values()]
+
+    def numbers(self, update: Update, device: torch.device) -> Tensor:
+        return torch.cat(update.left[self.name])
 
     def _refuse_alone(self, passes: int) -> None:
         """Raise if micro-batches should be compared but there is only one. After an update with
@@ -131,32 +120,21 @@ class DualNorms:
         self._compared |= several
 
     def added(
-        self, result: NoiseScale, numbers: Tensor, scalars: Tensor, decay: float | None
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
     ) -> NoiseScale:
-        """``result`` with a noise scale in each norm, from the window's numbers [U, width]."""
         widths = [NUMBERS * len(each.parameters) for each in self.of.values()]
         scales: dict[str, DualNoiseScale] = {}
         for (metric, each), own in zip(self.of.items(), numbers.split(widths, 1)):
             modules = [name.rpartition(".")[0] for name in each.parameters]
             own = own.unflatten(1, (-1, NUMBERS))
-            found = summarize_dual(metric, own, scalars, modules, each.left_out, decay)
+            found = summarize_dual(metric, own, window.scalars, modules, each.left_out, decay)
             scales[metric] = replace(found, noise_from=self._settings.noise_from)
         return replace(result, sign=scales.get("sign"), spectral=scales.get("spectral"))
 
-    def refuse_norm(self) -> None:
-        """Raise if ``grad_norm`` is not enough."""
-        for metric in self.of:
-            raise ValueError(
-                f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
-                "grad_norm, before clipping."
-            )
-
     def state(self) -> dict[str, Any]:
-        """What past updates have left, on the CPU."""
         return {metric: each.state() for metric, each in self.of.items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The reverse of ``state``."""
         for metric, each in self.of.items():
             each.load(state[metric])
             self._compared = bool(state[metric]["samples"] > 0)
@@ -168,24 +146,17 @@ class DualNorm:
     feature = SIGN
     needs = "None is trained. Leave metric='sign' out."
 
-    def __init__(
-        self,
-        model: nn.Module,
-        slab: ProbeSlab,
-        settings: Settings,
-        processes: Processes,
-    ) -> None:
-        self._settings, self._several = settings, processes.world > 1
-        if settings.micro_batches:
-            self.parameters = measurable(model, trained(model), self.feature, settings)
-        else:
-            self.parameters = measurable(model, slab.parameters, self.feature, settings)
-        self._refuse_none()
+    def __init__(self, setup: Setup) -> None:
+        settings, on, names = setup.settings, setup.processes, setup.slab.parameters
+        self._settings, self._several = settings, on.world > 1
         self._samples_alone = not settings.micro_batches
-        self.left_out = tuple(n for n in slab.parameters if n not in self.parameters)
+        measured = names if self._samples_alone else trained(setup.model)
+        self.parameters = measurable(setup.model, measured, self.feature, settings)
+        self._refuse_none()
+        self.left_out = tuple(n for n in names if n not in self.parameters)
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
-        self._holdings = self._hold(shaped, processes, settings.group)
-        arriving = self.parameters if settings.micro_batches else {}
+        self._holdings = self._hold(shaped, on, settings.group)
+        arriving = {} if self._samples_alone else self.parameters
         self.arrivals, self._first_half = Arrivals(arriving, self._arrived), False
         self._moments: dict[str, Tensor] = {}
         for name, holding in self._holdings.items():
@@ -221,7 +192,7 @@ class DualNorm:
     _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
     _hold: Callable[..., Held] = staticmethod(held)
 
-    def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
+    def open(self, first_sample: int, first: bool) -> dict[str, Facts]:
         """Where each parameter adds its sums; ``first`` forgets those of the last update."""
         self._first_half = not first_sample
         found = {}
@@ -229,7 +200,7 @@ class DualNorm:
             holding.forget()
         for name, holding in self._holdings.items() if self._samples_alone else ():
             halves = Halves(partial(begun, [holding], 1), first_sample, self.feature)
-            found[name] = self._sink(partial(begun, [holding], 0)), halves
+            found[name] = Facts(second=(self._sink(partial(begun, [holding], 0)), halves))
         return found
 
     def _arrived(self, name: str, grad: Tensor) -> None:

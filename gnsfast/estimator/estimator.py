@@ -147,7 +147,6 @@ class GradientNoiseScale:
             observer.settle()
             with torch.inference_mode(False):  # see ``_start``
                 self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
-            self._touched = [0] * len(observer.names)
         return observer
 
     @contextmanager
@@ -337,9 +336,7 @@ class GradientNoiseScale:
         observer.is_settled = True
         if grad_norm is not None:
             observer.refuse_norm()
-        update, touched = observer.finish(grad_norm)
-        self._ledger.add(update)
-        self._touched = [a + b for a, b in zip(self._touched, touched)]
+        self._ledger.add(observer.finish(grad_norm))
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
             observer.audit_again()
@@ -370,14 +367,15 @@ class GradientNoiseScale:
         self._ledger.settle()
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
-        observer.check(self._ledger.flags, self._touched)
-        p, q, whole_q, scalars, more = observer.exchange.split(self._ledger.ring[order])
-        metric, dual, groups = more.split(observer.widths, 1)
+        observer.check(self._ledger.flags)
+        window = observer.exchange.window(self._ledger.ring[order])
         local, modules = self._settings.local, [unit.module for unit in observer.units]
-        found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
-        found = observer.stages.added(observer.groups.added(found, groups, self.decay))
-        found = observer.dual.added(found, dual, scalars, self.decay)
-        return observer.metric.added(found, metric, scalars, self.decay)
+        found = summarize(*window[:4], local, modules, self.decay)
+        found = observer.stages.added(found)
+        sides = [*observer.sides.values()]
+        for side, own in zip(sides, window.sides.split([side.width for side in sides], 1)):
+            found = side.added(found, own, window, self.decay)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU. Call it between updates. They are the same on every process
@@ -396,8 +394,8 @@ class GradientNoiseScale:
             "measured": self._measured,
             "ring": self._ledger.ring.clone(),
             "flags": self._ledger.flags.clone(),
-            "touched": dict(zip(observer.names, self._touched)),
-            "means": observer.dual.state(),
+            "unseen": dict(observer.unseen),
+            "means": {k: v for side in observer.sides.values() for k, v in side.state().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -421,5 +419,6 @@ class GradientNoiseScale:
         self._ledger.count = self._measured
         self._ledger.ring.copy_(state["ring"])
         self._ledger.flags.copy_(state["flags"])
-        self._touched = [state["touched"].get(name, 0) for name in self._start().names]
-        self._start().dual.load(state["means"])
+        self._start().unseen.update(state.get("unseen", {}))  # older states had none
+        for side in self._start().sides.values():
+            side.load(state["means"])

@@ -10,15 +10,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from gnsfast import reference
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.settings import Mark
-from gnsfast.following import unfollowed
-from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes, parameter_groups
-from gnsfast.probing import checks
-from gnsfast.tensors import accumulate_dtype, local_part
-
-WITNESSES = 8
-"""How many gradients ``witness`` reads."""
+from gnsfast.tensors import local_part
 
 
 class Sqnorms(NamedTuple):
@@ -40,16 +33,6 @@ class Sqnorms(NamedTuple):
             index, of = (torch.tensor(t).to(device, non_blocking=True) for t in (own, copies))
             found[index] = norms.to(device, non_blocking=True).double().square() / of
         return found
-
-
-class EndOfPass(NamedTuple):
-    """The gradients after a backward pass: the mark of each one, the norms of a few, and of all in
-    an audit of a given norm.
-    """
-
-    marks: list[Mark]
-    witness: Tensor | None
-    read: Sqnorms | None = None
 
 
 def grad_sqnorms(parameters: Sequence[Any], processes: Processes) -> Sqnorms:
@@ -138,63 +121,6 @@ def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
             "set_gradient_divide_factor was called since the first micro-batch, so old and new "
             "gradients have different scales. Call gns.reset()."
         )
-
-
-def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None:
-    """The norms of a few gradients: those of the first parameters in ``smallest`` that have one, or
-    None. They are cheap to read, and change when gradients are scaled or clipped.
-    """
-    few: dict[torch.device, list[Tensor]] = {}
-    left = WITNESSES
-    for p in smallest:
-        with unfollowed():
-            grad = p.grad
-        if grad is None or grad.is_sparse:
-            continue
-        grad = _local(grad.detach())
-        if grad.numel():
-            few.setdefault(grad.device, []).append(grad)
-            left -= 1
-        if not left:
-            break
-    if not few:
-        return None
-    norms = []
-    for grads in few.values():
-        wide = max((accumulate_dtype(g.dtype) for g in grads), key=lambda dtype: dtype.itemsize)
-        norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(device))
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
-
-
-def rewritten(
-    before: Tensor, after: Tensor, scale_before: Tensor | None, scale_after: Tensor | None
-) -> Tensor:
-    """1.0 if the gradients were written to between two ``witness``, else 0.0. Not every write
-    changes a version: ``unscale_`` on the CPU does not, nor clipping shards.
-    """
-    then = loss_factors.without_scale(before.double().sum().square(), scale_before)
-    now = loss_factors.without_scale(after.double().sum().square(), scale_after)
-    return ((now / then - 1).abs() > 1e-3).double()
-
-
-def refuse_rewritten(
-    before: list[Mark],
-    now: list[Mark],
-    scaler: GradScaler | None,
-    device: torch.device,
-    takes_norm: bool,
-) -> None:
-    """Raise if the gradients are not those of the last backward pass, whose marks are ``before``.
-    ``takes_norm``: a ``grad_norm`` is a remedy.
-    """
-    writes = loss_factors.unscale_writes(device) if loss_factors.unscaled(scaler) else 0
-    if all(m is None for m in now):
-        raise ObservationError(
-            "No parameter has a gradient. Call gns.update() before optimizer.zero_grad(). If the "
-            "optimizer runs inside the backward pass, use source='local'."
-        )
-    if now != [m and (m[0], m[1] + writes) for m in before]:
-        raise ObservationError(checks.explain_rewritten(takes_norm))
 
 
 def _local(grad: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gnsfast.estimator.exchange import Exchange
-from gnsfast.estimator.numbers import Update
+from gnsfast.estimator.records import Update
 
 MOST = 64
 """So many passes may wait for their arithmetic. After that it is done as soon as the device has

@@ -111,7 +111,7 @@ def refuse_numbers(p: Tensor, q: Tensor, scalars: Tensor, flags: Tensor, world: 
     apart = world * square - one.square() > 1e-5 * one.square()
     none = torch.zeros_like(one)
     own = [written, stale, another, none, none, apart, none, none]
-    if wrong := checks.explain_flags([float(flag.nansum()) for flag in own]):
+    if wrong := checks.explain_flags(checks.Flags(*(float(flag.nansum()) for flag in own))):
         raise ObservationError(wrong)
     if bool((q > (1 + 1e-3) * scalars[:, 2] * p).any()):  # by Cauchy-Schwarz
         raise ObservationError(

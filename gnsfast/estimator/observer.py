@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -9,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gnsfast.combinations import TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
-from gnsfast.estimator.between import begun_anew, written_before_backward
 from gnsfast.estimator.dual_norms import DualNorms
-from gnsfast.estimator.exchange import FLAGS, Exchange
+from gnsfast.estimator.exchange import Exchange
+from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
-from gnsfast.estimator.gradients import EndOfPass
-from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
+from gnsfast.estimator.numbers import Numbers
+from gnsfast.estimator.records import Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
-from gnsfast.estimator.settings import Mark, Settings
+from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side, joined
 from gnsfast.estimator.stages import Stages
 from gnsfast.following import Followed
 from gnsfast.functional import document_slots
@@ -37,11 +40,13 @@ from gnsfast.probing import (
     Audit,
     GradientWatch,
     ProbeSlab,
-    Sides,
     checks,
     unwrapped,
 )
 from gnsfast.tensors import is_dtensor
+
+SIDES: tuple[type[Side], ...] = (AdamMetric, DualNorms, GroupMeasure)
+"""What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
 class Observer:
@@ -50,7 +55,8 @@ class Observer:
     ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
     ``check`` reads (``Exchange``). The vector holds p and q of each of K units, which are
     parameters, the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so
-    the units stay what they are.
+    the units stay what they are. ``unseen``: in how many passes a parameter got a gradient although
+    no probe of it was reached.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -58,11 +64,8 @@ class Observer:
         self.is_settled = False
         self.slab: ProbeSlab | None = None  # while a micro-batch is open
         self._passes: list[Pass] = []  # of the update under way
-        self._touched: list[int] = []
-        self._watch: GradientWatch | None = None  # of the open pass, as is
-        self._end: EndOfPass | None = None
-        self._last = EndOfPass([], None)  # of the pass before
-        self.after_update: list[Mark] | None = None
+        self._watch: GradientWatch | None = None  # of the open pass
+        self._read: gradients.Sqnorms | None = None
         s, slab = settings, ProbeSlab(model)
         self._slab, self._proof = slab, slab.followed.batches.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
@@ -71,10 +74,13 @@ class Observer:
             self.processes = replace(self.processes, factor=factor)
         first = next(iter((*slab.parameters.values(), *self.model.parameters())), None)
         self.device = torch.device("cpu") if first is None else first.device
-        self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
-        self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
-        self.groups = GroupMeasure(s, self.processes)
+        asked = [kind for kind in SIDES if kind.is_asked(s)]
+        if asked and self.processes.tensor > 1:
+            refuse([*s.features(), TENSOR_PARALLEL])
+        setup = Setup(self.model, slab, s, self.processes, self.device)
+        self.sides = {kind.name: kind(setup) for kind in asked}
         self._has_agreed = self.processes.world == 1
+        self.unseen: Counter[str] = Counter()
         self._bind()
 
     def _bind(self) -> None:
@@ -87,19 +93,16 @@ class Observer:
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
         self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]
-        self._smallest = sorted(self.parameters, key=Tensor.numel)
-        slab.sides = Sides(self.metric.measured, len(s.groups))
-        self.widths = [self.metric.width, self.dual.width, self.groups.width]
         spread = fsdp_degrees(self.model)
         self._replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
-        self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
+        hidden = (n for n, p in slab.parameters.items() if is_dtensor(p) and id(p) not in spread)
+        self.prints = Fingerprint(slab.parameters, self.device, not s.local, hidden)
         averaged = averages(self._wrapped, self.processes, self._replicas)
         self.given = GivenNorm(self.parameters, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
         self._where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, self._where)
-        self._touched = [0] * len(self.names)
 
     def settle(self) -> None:
         """Make what depends on which parameters have norms on all stages. With stages every process
@@ -110,10 +113,11 @@ class Observer:
         self.units = self.stages.units
         if not self.units:
             raise ValueError("No stage has a trainable parameter with per-sample norms")
-        self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
+        sides = [*self.sides.values()]
+        widths = sum(side.width for side in sides)
+        self.exchange = Exchange(self.processes, self.stages, s.group, widths)
         self.numbers = Numbers(
-            *(self._slab, self.exchange, s, self._replicas),
-            *(self.audit, self.metric, self.groups, self._where),
+            *(self._slab, self.exchange, s, self._replicas, self.audit, sides, self._where)
         )
 
     def _learned(self) -> None:
@@ -136,13 +140,14 @@ class Observer:
             self._watch.stop()
         self._leave_out(lost)
         if self.slab is not None:
+            self.prints.open(first=True)
             self._watch_gradients()
 
     def _leave_out(self, names: list[str]) -> None:
         """Measure some parameters no more."""
         self._slab.refresh()
-        for each in (self.metric, self.dual):
-            each.leave_out(names)
+        for side in self.sides.values():
+            side.leave_out(names)
         self._bind()
 
     def agree(self) -> bool:
@@ -169,7 +174,7 @@ class Observer:
             leaf.left_out = leaf.left_out or own.get(leaf.name, "")
         self._drop()
         self._leave_out([*own.keys() - here.keys()])
-        self.after_update = self._marks()
+        self.prints.finish()
         return False
 
     @property
@@ -206,85 +211,64 @@ class Observer:
             )
         if self._slab.followed.batches.proof is not self._proof:  # another block has shown it
             self._learned()
+        if (groups is None) != (not self.settings.groups):
+            raise ValueError(
+                "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
+                "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
+            )
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
-        self._check_marks()
+        slab, first = self._slab, not self._passes
+        try:
+            self.prints.open(first)
+        except ObservationError:
+            self._drop()
+            raise
         slots, documents = num_samples, None
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        slab, first = self._slab, not self._passes
-        members, moments, second = self._sides(groups, num_samples)
-        begins = None if first or self.settings.local else self._begins
-        slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
+        block = Block(len(self._passes), num_samples, groups)
+        facts = joined([side.open(block) for side in self.sides.values()])
+        begins = None if first or self.settings.local else self._begin_backward
+        slab.open(slots, documents, facts, self.pass_over, begins, passes)
         slab.followed.batches.call_when_learned(self._learned)
-        self.slab, self._end, self._split, self._written = slab, None, False, False
+        self.slab, self._split = slab, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
         self._by_marks = one and not dist.is_initialized()  # DDP writes to whole buckets
         self._watch_gradients()
-        self.dual.opened()  # after the watch, which does not audit parameters with hooks
-
-    def _sides(self, groups: Any, num_samples: int) -> Any:
-        """What is measured beside the samples' norms in the next pass."""
-        members = self.groups.open(groups, num_samples)
-        moments = self.metric.open(not self._passes)
-        return members, moments, self.dual.open(len(self._passes))
+        for side in self.sides.values():
+            side.start()  # after the watch, which does not audit parameters with hooks
 
     def _watch_gradients(self) -> None:
-        first = not self._passes
-        self._audited = self.audit.next(first)
+        parameters = self._slab.parameters
+        self._audited = self.audit.next(not self._passes)
+        audited = {name: parameters[name] for name in self._audited}
         try:
-            self._watch = GradientWatch(self._slab.parameters, self._audited, self._by_marks)
+            self._watch = GradientWatch(self.prints.named, audited, self._by_marks)
         except RuntimeError:
             self.discard()
             raise
-        if first:
-            self._leftover = None if self.settings.local else self._witness()
 
     def show(self, args: Any, kwargs: Any) -> None:
         """Show the batch of the open micro-batch, before the model gets it."""
         self._slab.followed.batches.show(args, kwargs)
 
-    def _begins(self) -> None:
-        """Look for writes to the gradients of earlier passes when backward begins."""
+    def _begin_backward(self) -> None:
+        """Look at the gradients of earlier passes when backward begins."""
         assert self._watch is not None
-        before = [m if own else None for m, own in zip(self._last.marks, self._apart)]
-        named = list(zip(self.names, self.parameters))
-        self._written = written_before_backward(named, before, self._watch.arrived)
+        self.prints.begin_backward(self._watch.arrived)
 
     def pass_over(self) -> None:
-        """Note the state of the gradients after a backward pass."""
+        """Look at the gradients after a backward pass."""
         s = self.settings
         # An update of this pass alone reads no gradient; with another pass, that one's end counts.
         alone = self._alone and not self._passes
-        few = None if s.local or (s.by_probe and alone) else self._witness()
-        read = None if s.local or alone or not s.takes_norm else self.given.read()
-        self._end = EndOfPass(self._marks(), few, read)
+        self.prints.end_backward(reads_norms=not (s.by_probe and alone))
+        self._read = None if s.local or alone or not s.takes_norm else self.given.read()
         self._split |= in_context_parallel()
-
-    def _witness(self) -> Tensor | None:
-        return gradients.witness(self._smallest, self.device)
-
-    def _check_marks(self) -> None:
-        """Raise if ``.grad``, which gives q, holds more than the micro-batches of the update."""
-        if self.settings.local:
-            return
-        if self._passes:
-            if self._marks() != self._last.marks:
-                self._drop()
-                raise ObservationError(checks.BETWEEN)
-        elif self.after_update is not None:
-            for name, old, now in zip(self.names, self.after_update, self._marks()):
-                if old is not None and now == old:
-                    raise ObservationError(
-                        f"{name} still has the gradient of the last update. Call "
-                        "optimizer.zero_grad() between gns.update() and the next micro-batch."
-                    )
-
-    def _marks(self) -> list[Mark]:
-        return checks.marks(self.parameters)
 
     def reached(self) -> bool:
         """Whether backward has reached a probe of the open micro-batch."""
@@ -294,13 +278,15 @@ class Observer:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
             self.slab.close()
-            self.dual.closed()
+            for side in self.sides.values():
+                side.stop()
             self.slab.forget()
             self.audit.undo(self._audited)
             if self._watch is not None:
                 self._watch.stop()
         self._drop()
-        self.slab, self._watch, self.after_update = None, None, self._marks()
+        self.slab, self._watch = None, None
+        self.prints.finish()
 
     def _drop(self) -> None:
         """Forget the passes of the update under way."""
@@ -321,7 +307,7 @@ class Observer:
         passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         try:
             loss_factors.check_passes(num_samples, passes, tokens)
-            slab.refuse_odd_pass()
+            slab.read()
             if self.names and not self.reached():
                 raise ObservationError(NO_BACKWARD)
             if pipeline is not None:
@@ -331,49 +317,47 @@ class Observer:
         except (ObservationError, ValueError):
             self.discard()
             raise
-        rows, weighed = slab.sums(), slab.metric_sums()
+        rows, uses = slab.sums(), slab.uses
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         samples = slab.sample_sqnorms() if each else []
-        of_groups, uses = self.groups.rows(slab), slab.uses
         slab.close()
-        self.dual.passed()
         watch.stop()
+        for side in self.sides.values():
+            side.stop()
+        left = {name: side.passed() for name, side in self.sides.items()}
         self.slab = None
-        if self._end is None:
+        if not self.prints.is_over:
             self.pass_over()
-        assert self._end is not None
-        before, self._last = self._last, self._end
         if self._passes:
             self._refuse_next(divided, tokens is not None)
-            if not self.settings.local and not dist.is_initialized():  # DDP changes to its buckets
-                now = self._last.marks
-                self._written |= begun_anew(self.parameters, before.marks, now)
-            if self._written:
-                self.discard()
-                raise ObservationError(checks.BETWEEN)
-        else:
-            self._touched = [0] * len(self.names)
-        for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
-            if name not in watch.unwatched:
-                arrivals = watch.arrived[name]
-            else:  # the second condition: by another backward pass
-                arrivals = watch.unwatched[name] != mark or (mark is None and p.grad is not None)
-            self._touched[k] += min(arrivals, passes)
-        left = Pass(
-            rows=rows,
-            weighed=weighed,
-            uses=uses,
-            num_samples=num_samples,
-            passes=passes,
-            tokens=kept(tokens),
-            scale=1.0 if scale is None else kept(scale),
-            divided=divided,
-            loss_scale=self._loss_scale(),
-            samples=samples,
-            groups=of_groups,
-            arrived=watch.norms,
+        try:
+            self.prints.close()
+        except ObservationError:
+            self.discard()
+            raise
+        idle, unseen = slab.idle, []
+        for name in idle:
+            if not watch.sees(name):
+                self.prints.suspect(name)
+            elif watch.has_arrived(name):
+                unseen.append(name)
+        self._passes.append(
+            Pass(
+                rows=rows,
+                uses=uses,
+                num_samples=num_samples,
+                passes=passes,
+                tokens=kept(tokens),
+                scale=1.0 if scale is None else kept(scale),
+                divided=divided,
+                loss_scale=self._loss_scale(),
+                samples=samples,
+                left=left,
+                arrived=watch.norms,
+                idle={*idle}.difference(unseen),
+                unseen=unseen,
+            )
         )
-        self._passes.append(left)
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
         """Raise if one more micro-batch of the update does not fit those before it."""
@@ -387,43 +371,48 @@ class Observer:
             self.discard()
             raise ValueError("tokens must be given for all micro-batches or for none")
 
-    def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
-        """The update, and in how many own micro-batches each parameter got a gradient."""
+    def finish(self, grad_norm: float | Tensor | None) -> Update:
+        """The update."""
         passes, s = self._passes, self.settings
         if not passes:
             raise ObservationError(
                 "gns.update() was called without a micro-batch. Run forward and backward inside "
                 "gns.microbatch(num_samples), or call gns.attach() once."
             )
-        self._passes, self.after_update = [], self._marks()
+        self._passes = []
+        self.prints.finish()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
         alone = self._alone and len(passes) == 1
         by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
-            self._refuse_rewritten()
+            self._refuse_hooks()
             sqnorms = gradients.grad_sqnorms(self.parameters, self.processes)
-            now = self._witness()
-        touched = {name for name, times in zip(self.names, self._touched) if times}
+            if not sqnorms.indices:
+                raise ObservationError(checks.GONE)
+            self.prints.refuse_rewritten(s.grad_scaler, s.takes_norm)
+            now = self.prints.norms()
+        self.unseen.update(name for each in passes for name in each.unseen)
         done = loss_factors.unscaled(s.grad_scaler)
         loss_scale = None if done else self._loss_scale()
-        update = Update(
+        return Update(
             passes=passes,
             by_probe=by_probe,
-            leftover=self._leftover,
+            leftover=self.prints.leftover,
             alone=alone,
             norm=norm,
-            read=self.given.finish(norm is not None, self._last.read),
+            read=self.given.finish(norm is not None, self._read),
             sqnorms=sqnorms,
-            witnesses=(self._last.witness, now),
+            prints=(self.prints.last.norms, now),
             loss_scale=loss_scale,
-            metric_q=self.metric.finish(by_probe, touched),
-            dual=self.dual.finish(passes, loss_scale),
+            left={
+                name: side.finish(passes, by_probe, loss_scale) for name, side in self.sides.items()
+            },
         )
-        return update, self._touched
 
     def audit_again(self) -> None:
-        """Audit the gradients of all parameters and one more given norm."""
+        """Look at the gradients of all parameters again, and audit them and one given norm."""
+        self.prints.again()
         self.audit.again()
         self.given.again()
 
@@ -431,37 +420,38 @@ class Observer:
         """Raise if the norm of the whole gradient is not enough."""
         if self.settings.local:
             raise ValueError("source='local' does not use grad_norm: call gns.update()")
-        self.metric.refuse_norm()
-        self.dual.refuse_norm()
+        if not self.settings.takes_norm:
+            metric = "adam" if self.settings.optimizer is not None else self.settings.dual[0]
+            raise ValueError(
+                f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
+                "grad_norm, before clipping."
+            )
         gradients.refuse_partial_norm(self.left_out)
 
-    def _refuse_rewritten(self) -> None:
-        """Raise if the gradients are not those of the last backward pass."""
+    def _refuse_hooks(self) -> None:
         for name, parameter in zip(self.names, self.parameters):
             if parameter._backward_hooks and not is_dtensor(parameter):
                 raise ObservationError(
                     f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
                     "gradients. Use source='local', which does not read it."
                 )
-        gradients.refuse_rewritten(
-            *(self._last.marks, self._marks(), self.settings.grad_scaler, self.device),
-            self.settings.takes_norm,
-        )
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""
         factor = loss_factors.loss_scale(self.settings.grad_scaler)
         return None if factor is None else factor.clone()
 
-    def check(self, flags: Tensor, touched: list[int]) -> None:
+    def check(self, flags: Tensor) -> None:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
-        calls_2K = self.stages.own_units(flags[:-FLAGS].view(2, -1), len(self.names))
-        if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
+        K = len(self.units)
+        calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(self.names))
+        own = checks.Flags(*flags[2 * K :].tolist())
+        if wrong := checks.explain_flags(own, self.settings.takes_norm):
             raise ObservationError(wrong)
-        for name, count, more, times in zip(self.names, *calls_2K.tolist(), touched):
+        for name, count, more in zip(self.names, *calls_2K.tolist()):
             if more != 0:  # NaN too
                 raise ObservationError(checks.explain_calls(name, more + 1))
-            if count < (times if self.processes.world == 1 else min(times, 1)):
+            if self.unseen[name] and (self.processes.world == 1 or count == 0):
                 raise ObservationError(checks.explain_unseen(name))
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self._slab.followed.batches.is_half):

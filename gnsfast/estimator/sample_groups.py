@@ -5,17 +5,21 @@ The summed gradient of a group is known only within one micro-batch. Each micro-
 measured by itself, as ``source="local"`` does for all samples.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gnsfast.combinations import GROUPS, TENSOR_PARALLEL, refuse
+from gnsfast.estimator.exchange import Window
+from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.following import Facts
+from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_group
-from gnsfast.parallel import Processes, gathered
-from gnsfast.probing import ProbeSlab
+from gnsfast.parallel import gathered
 
 WIDTH = 2 + loss_factors.SCALARS
 """How many numbers a group has in an update: p, q and the scalars of its samples' weights."""
@@ -28,47 +32,30 @@ class GroupRows(NamedTuple):
     rows: list[Tensor]
 
 
-class GroupMeasure:
+class GroupMeasure(Side):
     """The measurement of each group, over all parameters that have norms."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        processes: Processes,
-    ) -> None:
-        names = self.names = settings.groups
-        if names and processes.tensor > 1:
-            refuse([GROUPS, TENSOR_PARALLEL])
-        together = gathered(names, settings.group) if names and processes.world > 1 else []
-        if len(set(together)) > 1:
+    name = "groups"
+
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        return bool(settings.groups)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        names = self._groups = setup.settings.groups
+        if setup.processes.world > 1 and len({*gathered(names, setup.settings.group)}) > 1:
             raise ValueError(
                 "The processes name different groups, or name them in another order. Give "
                 "GradientNoiseScale(groups=[...]) the same list on each."
             )
+        self.width = len(names) * WIDTH
         self._index = {name: k for k, name in enumerate(names)}
-        self.left_out: tuple[str, ...] = ()
         self._members: list[Tensor] = []
-        self._loss_reduction = settings.loss_reduction
 
-    @property
-    def width(self) -> int:
-        """How many numbers all groups together have in an update."""
-        return len(self.names) * WIDTH
-
-    def open(self, of_samples: Any, num_samples: int) -> list[Tensor]:
-        """The samples of each group in the next pass. ``of_samples`` names each sample's group.
-
-        Raises:
-            ValueError: if groups are missing or unknown, or their number is not ``num_samples``.
-        """
-        if (of_samples is None) != (not self.names):
-            raise ValueError(
-                "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
-                "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
-            )
-        self._members = []
-        if of_samples is None:
-            return []
+    def open(self, block: Block) -> Mapping[str, Facts]:
+        """Raises ValueError if groups are unknown, or their number is not that of the samples."""
+        of_samples, num_samples = block.groups, block.num_samples
         if isinstance(of_samples, Tensor) and of_samples.ndim != 1:
             raise ValueError(
                 "groups must hold one group for each sample, but has shape "
@@ -79,28 +66,31 @@ class GroupMeasure:
             raise ValueError(f"groups has length {len(groups)}, but num_samples is {num_samples}")
         if odd := [g for g in groups if g not in self._index]:
             raise ValueError(
-                f"group {odd[0]!r} is not one of {', '.join(map(repr, self.names))}, which "
+                f"group {odd[0]!r} is not one of {', '.join(map(repr, self._groups))}, which "
                 "GradientNoiseScale(groups=[...]) named"
             )
         group_B = torch.tensor([self._index[g] for g in groups])
-        self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self.names))]
-        return self._members
+        self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self._groups))]
+        asked = Groups.of(*self._members)
+        leaves = self.setup.slab.followed.leaves
+        return {leaf.name: Facts(groups=asked.to(leaf.parameter.device)) for leaf in leaves}
 
-    def rows(self, slab: ProbeSlab) -> GroupRows | None:
-        """What the pass left."""
-        return GroupRows(self._members, slab.groups()) if self._members else None
+    def passed(self) -> GroupRows:
+        return GroupRows(self._members, self.setup.slab.groups())
 
-    def numbers(self, each: Any, device: torch.device) -> Tensor:
-        """This process's share of a micro-batch's numbers, [G, WIDTH]."""
-        found = torch.zeros(len(self.names), WIDTH, dtype=torch.float64, device=device)
-        if each.groups is None:
-            return found
-        tokens, (members, rows) = each.tokens, each.groups
+    def numbers(self, update: Update, device: torch.device) -> Tensor:
+        return torch.stack([self._of_pass(each, device) for each in update.passes]).sum(0)
+
+    def _of_pass(self, each: Pass, device: torch.device) -> Tensor:
+        """This process's share of a micro-batch's numbers."""
+        found = torch.zeros(len(self._groups), WIDTH, dtype=torch.float64, device=device)
+        tokens: Any = each.tokens
+        members, rows = each.left[self.name]
         B, G = sum(map(len, members)), len(members)
         sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
         p_B, q_G = sums[:B], sums[-G:]
         a: float | Tensor = each.scale
-        if self._loss_reduction == "mean":
+        if self.setup.settings.loss_reduction == "mean":
             total = each.num_samples if tokens is None else tokens.to(device).double().sum()
             a = each.scale / total
         for k, index in enumerate(members):
@@ -112,15 +102,11 @@ class GroupMeasure:
             p = p_B[index.to(device, non_blocking=True)].sum()
             of_group = loss_factors.without_scale(torch.stack([p, q_G[k]]), each.loss_scale)
             found[k] = torch.cat([of_group, scalars])
-        return found
+        return found.flatten()
 
-    def added(self, result: NoiseScale, numbers: Tensor, decay: float | None) -> NoiseScale:
-        """``result`` with the noise scale of each group, from the window's numbers [U, width]."""
-        if not self.names:
-            return result
-        parts = numbers.unflatten(1, (len(self.names), WIDTH)).unbind(1)
-        groups = {
-            name: summarize_group(part, self.left_out, decay)
-            for name, part in zip(self.names, parts)
-        }
+    def added(
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
+    ) -> NoiseScale:
+        parts = numbers.unflatten(1, (len(self._groups), WIDTH)).unbind(1)
+        groups = {name: summarize_group(part, (), decay) for name, part in zip(self._groups, parts)}
         return replace(result, per_group=groups)

@@ -21,8 +21,6 @@ from gnsfast.combinations import (
     refuse,
 )
 
-Mark = tuple[int, int] | None
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -77,7 +75,8 @@ class Settings:
         """Raise if the arguments of a micro-batch do not go together."""
         if schedule is not None and self.local:
             raise ValueError("source='local' does not work with a schedule: use source='global'")
-        refuse(self.features(cu_seqlens is not None, schedule is not None))
+        if cu_seqlens is not None or schedule is not None:
+            refuse(self.features(cu_seqlens is not None, schedule is not None))
         each = isinstance(tokens, Tensor) and tokens.ndim
         if self.dual and not self.micro_batches and tokens is not None and not each:
             raise ValueError(

@@ -27,6 +27,7 @@ from gnsfast.combinations import MICRO_BATCHES, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.exchange import another_norm
+from gnsfast.estimator.fingerprint import Fingerprint, rewritten
 from gnsfast.estimator.given_norm import GivenNorm, averages
 from gnsfast.estimator.micro_batch_noise import Arrivals, refuse_numbers, trained
 from gnsfast.estimator.saved_state import refuse_other
@@ -115,11 +116,10 @@ class TwoBatchNoiseScale:
     def _take(self, parameters: dict[str, nn.Parameter]) -> None:
         """Measure these: those of the first micro-batch, when the model is wrapped and moved."""
         self._parameters, self._all = parameters, list(parameters.values())
-        self._smallest = sorted(self._all, key=Tensor.numel)
         self._arrivals = Arrivals(parameters, self._arrived)
-        self._after_update: list[Any] = [None] * len(self._all)
         if parameters:
             self._device = self._all[0].device
+            self._prints = Fingerprint(parameters, self._device, True, ())
             self._processes = find_processes(self.model, self._group, None)
             if self._processes.tensor > 1:
                 refuse([MICRO_BATCHES, TENSOR_PARALLEL])
@@ -133,7 +133,9 @@ class TwoBatchNoiseScale:
     def discard(self) -> None:
         """Forget the update under way. The caller has to call ``optimizer.zero_grad()``."""
         self._arrivals.stop()
-        self._inside, self._after_update = False, self._marks()
+        self._inside = False
+        if self._parameters:
+            self._prints.finish()
         self._forget()
 
     def _forget(self) -> None:
@@ -156,12 +158,8 @@ class TwoBatchNoiseScale:
 
     def _pass_begins(self) -> None:
         """Before the first gradient is added to ``.grad``. What the block did before counts."""
-        if self._passes and self._marks() != self._ends:
-            raise ObservationError(
-                "Gradients changed between two micro-batches of an update. Each backward pass of "
-                "an update needs its own gns.microbatch(...) block. Clip after gns.update(), and "
-                "call optimizer.zero_grad() between gns.update() and the next micro-batch."
-            )
+        if self._passes:
+            self._prints.begin_backward({})
         self._waiting = True
         engine = torch.autograd.Variable._execution_engine
         # DDP finishes its gradients in a callback. One that is queued by another comes after it.
@@ -169,14 +167,12 @@ class TwoBatchNoiseScale:
 
     def _pass_ends(self) -> None:
         """Clipping that follows within the block is then seen."""
-        self._waiting, self._ends, self._few = False, self._marks(), self._witness()
+        self._waiting, self._ends = False, self._marks()
+        self._prints.end_backward(True)
         self._all_read = self._given.read()
 
     def _marks(self) -> list[Any]:
         return [checks.mark(p) for p in self._all]
-
-    def _witness(self) -> Tensor | None:
-        return gradients.witness(self._smallest, self._device)
 
     @property
     def _due(self) -> bool:
@@ -215,6 +211,11 @@ class TwoBatchNoiseScale:
         self._before = self._marks()
         if not self._passes:
             self._begin()
+        try:
+            self._prints.open(not self._passes)
+        except ObservationError:
+            self.discard()
+            raise
         self._inside = True
         self._arrivals.start()
         try:
@@ -233,13 +234,6 @@ class TwoBatchNoiseScale:
                 "Parameters were frozen, unfrozen or replaced since the first micro-batch, so old "
                 "and new measurements cannot be averaged. Call gns.reset()."
             )
-        for name, mark, old in zip(self._parameters, self._before, self._after_update):
-            if old is not None and mark == old:
-                raise ObservationError(
-                    f"{name} still has the gradient of the last update. Call "
-                    "optimizer.zero_grad() between gns.update() and the next micro-batch."
-                )
-        self._leftover = self._witness()
 
     def _close(
         self, num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
@@ -249,6 +243,7 @@ class TwoBatchNoiseScale:
         own, self._own, self._inside = self._own, {}, False
         if not own:
             raise ObservationError(NO_BACKWARD)
+        self._prints.close()
         for name, old, new in zip(self._parameters, self._before, self._ends):
             if self._processes.world == 1 and name not in own and new and old != new:
                 raise ObservationError(
@@ -309,9 +304,9 @@ class TwoBatchNoiseScale:
         read = self._given.finish(grad_norm is not None, self._all_read)
         if grad_norm is None:
             q_P = self._read(still)
-            q, after = q_P.sum(), self._witness()
-            if self._few is not None and after is not None:
-                written = gradients.rewritten(self._few, after, self._loss_scale, still)
+            q, before, after = q_P.sum(), self._prints.last.norms, self._prints.norms()
+            if before is not None and after is not None:
+                written = rewritten(before, after, self._loss_scale, still)
         else:
             norm = gradients.given_sqnorm(grad_norm, self._device)
             q = loss_factors.without_scale(norm, still) * on.divisor**2 / on.world
@@ -321,27 +316,26 @@ class TwoBatchNoiseScale:
                 of_all = read.shares(self._device).sum() * on.world
                 of_all = loss_factors.without_scale(of_all, self._loss_scale)
                 another += another_norm(loss_factors.without_scale(norm, still), of_all)
-        if self._leftover is not None:
-            stale = (self._leftover.sum() != 0).double()
+        if self._prints.leftover is not None:
+            stale = (self._prints.leftover.sum() != 0).double()
         flags = torch.stack([written, stale, another, q, q.square()])
         vector = torch.cat([p_P, q_P, q[None], scalars, flags])
         if on.world > 1:
             dist.all_reduce(vector, group=self._group)
         self._ring.append(vector)
-        self._after_update = self._marks()
+        self._prints.finish()
         self._forget()
         if self._seen // self.every % AUDIT_EVERY == 0:
             self._given.again()
 
     def _read(self, loss_scale: Tensor | None) -> Tensor:
         """This process's share of the squared norm of each parameter's gradient, from ``.grad``."""
-        now = self._marks()
-        if not any(now):
-            raise ObservationError(
-                "No parameter has a gradient. Call gns.update() before optimizer.zero_grad()."
-            )
-        gradients.refuse_rewritten(self._ends, now, self._scaler, self._device, True)
-        q_P = gradients.grad_sqnorms(self._all, self._processes).shares(self._device)
+        found = gradients.grad_sqnorms(self._all, self._processes)
+        if not found.indices:
+            raise ObservationError(checks.GONE)
+        self._prints.finish()
+        self._prints.refuse_rewritten(self._scaler, True)
+        q_P = found.shares(self._device)
         return loss_factors.without_scale(q_P, loss_scale) * self._processes.divisor**2
 
     def compute(self) -> NoiseScale:

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,24 +17,33 @@ BETWEEN = (
 )
 
 
-def mark(p: Tensor) -> tuple[int, int] | None:
-    """A value that changes whenever ``p.grad`` is written to."""
+Mark = tuple[int, int] | None
+"""A value that changes whenever a gradient is written to."""
+
+
+def mark(p: Tensor) -> Mark:
+    """The mark of ``p.grad``."""
     return marks((p,))[0]
 
 
-def marks(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+def marks(parameters: Iterable[Tensor]) -> list[Mark]:
     """The ``mark`` of each of ``parameters``."""
-    found: list[tuple[int, int] | None] = []
+    found: list[Mark] = []
     with unfollowed():
         for p in parameters:
-            grad = p.grad
+            grad: Any = p.grad
             if grad is None:
                 found.append(None)
                 continue
+            version = grad._version
             # Some writes to a DTensor change its own version, others that of its local tensor.
             # Clipping changes neither.
-            local = getattr(grad, "_local_tensor", None)
-            found.append((id(grad), grad._version + (grad if local is None else local)._version))
+            if (
+                type(grad) is not Tensor
+                and (local := getattr(grad, "_local_tensor", None)) is not None
+            ):
+                version += local._version
+            found.append((id(grad), version))
     return found
 
 
@@ -122,28 +132,43 @@ def explain_sums(
     )
 
 
-def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
-    """What the flags of an update (``FLAGS`` in ``estimator/exchange.py``) say is wrong, or None.
-    ``takes_norm`` says whether giving ``grad_norm`` is a remedy.
+class Flags(NamedTuple):
+    """What is wrong with updates, each above zero if so. Gradients were ``written`` to after
+    backward, or not zero before the first micro-batch (``stale``). ``grad_norm`` is ``another``
+    than that of the probes. Samples without tokens have gradients (``padded``), or samples with
+    tokens have none (``empty``). Processes have different gradients (``apart``), different values
+    of ``grad_norm`` (``norms``), or different ``weights`` of the same samples.
     """
-    written, stale, another, padded, empty, apart, norms, weights = flags
-    if padded:
+
+    written: float
+    stale: float
+    another: float
+    padded: float
+    empty: float
+    apart: float
+    norms: float
+    weights: float
+
+
+def explain_flags(flags: Flags, takes_norm: bool = True) -> str | None:
+    """What the flags say is wrong, or None. ``takes_norm``: giving ``grad_norm`` is a remedy."""
+    if flags.padded:
         return (
             "Samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
             "gradient, so tokens is not what the loss counts. If several rows end in padding, it "
             "lies between documents: count it in num_samples, with 0 in tokens."
         )
-    if empty:
+    if flags.empty:
         return (
             "Samples with tokens have no gradient at all, so padding was counted. For each sample "
             "tokens is what the loss counts, which is 0 for padding."
         )
-    if norms:
+    if flags.norms:
         return (
             "The processes gave different values of grad_norm to gns.update(). Each must give the "
             "norm of the whole gradient, in a pipeline the norm over all stages."
         )
-    if another:
+    if flags.another:
         return (
             "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
             "backward passes. It has another norm_type, leaves parameters out, or was taken after "
@@ -151,12 +176,12 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
             "case pass grad_scaler=scaler to GradientNoiseScale."
         )
-    if weights:
+    if flags.weights:
         return (
             "The pipeline's stages got different tokens or scale, though they see the same "
             "samples. Give gns.microbatch the same values on each stage."
         )
-    if apart:
+    if flags.apart:
         return (
             "The processes have different gradients at gns.update(), so nobody has averaged them. "
             "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
@@ -166,13 +191,19 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
             "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
         )
-    if stale:
+    if flags.stale:
         return (
             "Gradients were not zero before the first micro-batch of an update. Call "
             "optimizer.zero_grad() between gns.update() and the next micro-batch. After a pass "
             "that no update should count, such as a dry run, call gns.discard() too."
         )
-    return explain_rewritten(takes_norm) if written else None
+    return explain_rewritten(takes_norm) if flags.written else None
+
+
+GONE = (
+    "No parameter has a gradient. Call gns.update() before optimizer.zero_grad(). If the optimizer "
+    "runs inside the backward pass, use source='local'."
+)
 
 
 def explain_rewritten(takes_norm: bool) -> str:

@@ -32,38 +32,36 @@ class GradientWatch:
     """The gradients of one backward pass as they arrive at parameters, before they are added to
     ``.grad``, averaged over processes or clipped.
 
-    ``arrived`` counts them, and ``norms`` holds the 2-norms of those that are ``audited``. Sharded
-    parameters are not watched, because their gradients arrive in another way. With
-    ``by_marks``, parameters are not watched either where ``.grad`` is None: once it is there, a
-    gradient has arrived. Others may be written to without one, by ``zero_grad`` or by a write to a
-    buffer that they share. Hooks take 4 µs for each parameter and pass. ``unwatched`` holds the
-    marks of all parameters without a hook.
+    ``arrived`` counts those of ``parameters``, and ``norms`` holds the 2-norms of those that are
+    ``audited``. Sharded parameters have no hooks, because their gradients arrive in another way:
+    their marks tell. With ``by_marks`` the others have none either where ``.grad`` is None: once it
+    is there, a gradient has arrived. Where it was there before, it may be written to without one,
+    by ``zero_grad`` or by a write to a buffer that several share. A hook takes 4 µs in a pass.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        audited: Iterable[str],
+        audited: Mapping[str, nn.Parameter],
         by_marks: bool = False,
     ) -> None:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
-        whole = {name for name, p in parameters.items() if not is_dtensor(p)}
-        marks = dict(zip(parameters, checks.marks(parameters.values())))
-        watched = {n for n in whole if not by_marks or marks[n] is not None}
-        self.unwatched = {name: mark for name, mark in marks.items() if name not in watched}
-        self._held = {name: marks[name] for name in watched if marks[name] is not None}
+        self._parameters = parameters
+        self._before = dict(zip(parameters, checks.marks(parameters.values())))
+        self._hooked: set[str] = set()
         self._handles: list[RemovableHandle] = []
         try:
             with unfollowed():
-                for name in audited:
-                    p = parameters[name]
-                    if name in whole and not p._backward_hooks:  # a user's hook may change it
+                for name, p in audited.items():
+                    if not (is_dtensor(p) or p._backward_hooks):  # a user's hook may change it
                         self._handles.append(p.register_hook(partial(self._arriving, name)))
                         self.norms[name] = []
-                for name in watched:
-                    p, hook = parameters[name], partial(self._arrived, name)
-                    self._handles.append(p.register_post_accumulate_grad_hook(hook))
+                for name, p in parameters.items():
+                    if not (by_marks and self._before[name] is None or is_dtensor(p)):
+                        hook = partial(self._arrived, name)
+                        self._handles.append(p.register_post_accumulate_grad_hook(hook))
+                        self._hooked.add(name)
         except RuntimeError:
             self.stop()
             raise
@@ -77,11 +75,20 @@ class GradientWatch:
 
     def _arrived(self, name: str, p: Tensor) -> None:
         mark = checks.mark(p)
-        if mark is None or mark == self._held.get(name):  # nothing arrived, as in ``_arriving``
+        if mark is None or mark == self._before[name]:  # nothing arrived, as in ``_arriving``
             return
-        if name in self._held:  # an earlier pass left it: only a new mark shows a new gradient
-            self._held[name] = mark
+        self._before[name] = mark  # only a new mark shows the next one
         self.arrived[name] += 1
+
+    def sees(self, name: str) -> bool:
+        """Whether a parameter is among those that are watched."""
+        return name in self._before
+
+    def has_arrived(self, name: str) -> bool:
+        """Whether a parameter that is watched has got a gradient."""
+        if name in self._hooked:
+            return name in self.arrived
+        return checks.mark(self._parameters[name]) != self._before[name]
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -141,10 +148,15 @@ class Audit:
         """
         if not norms:
             return
-        zero = self._found.new_zeros(())
-        real = torch.stack([sum((n.square() for n in each), zero) for each in norms.values()])
+        device = self._found.device
+        of = [k for k, each in enumerate(norms.values()) for _ in each]
+        squares = [n.to(device) for each in norms.values() for n in each]
+        real = self._found.new_zeros(len(norms))
+        if squares:
+            places = torch.tensor(of).to(device, non_blocking=True)
+            real.index_add_(0, places, torch.stack(squares).double().square())
         rows = [self._index[name] for name in norms]
-        index = torch.tensor(rows).to(self._found.device, non_blocking=True)
+        index = torch.tensor(rows).to(device, non_blocking=True)
         samples, ours = sums[:, index]
         whole = sums[0].sum().expand_as(real)
         new = torch.stack([ours, real, samples, whole])

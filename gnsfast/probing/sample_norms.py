@@ -124,21 +124,13 @@ class per_sample_sqnorms:
         self._norms = SampleNorms()
         slab.open(self._slots, self._documents)
         followed.batches.call_when_learned(slab.refresh)
-        names = [leaf.name for leaf in slab.leaves]
-        audited = names if self._always or not followed.is_audited else []
+        audited = slab.parameters if self._always or not followed.is_audited else {}
         try:
             self._watch = GradientWatch(slab.parameters, audited)
         except RuntimeError:
             slab.close()
             raise
         return self._norms
-
-    def _got_gradient(self, name: str) -> bool:
-        """Whether a parameter got a gradient in this pass."""
-        watch = self._watch
-        if name in watch.unwatched:
-            return checks.mark(self._slab.parameters[name]) != watch.unwatched[name]
-        return name in watch.arrived
 
     def __exit__(
         self,
@@ -162,7 +154,7 @@ class per_sample_sqnorms:
     def _check(self) -> None:
         """Raise where a norm would be wrong."""
         slab = self._slab
-        slab.refuse_odd_pass()
+        slab.read()
         order = slab.order(torch.device("cpu"))
         none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
         found = torch.cat([none, *(sums.cpu() for sums in slab.sums())])
@@ -172,7 +164,7 @@ class per_sample_sqnorms:
         for name, (_, _, calls) in sums.items():
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
-            if not calls and self._got_gradient(name):
+            if not calls and self._watch.has_arrived(name):
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)

@@ -2,15 +2,15 @@
 """The probes of a whole model, parameter by parameter."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.following import NOTHING, Facts, Followed, Leaf
-from gnsfast.functional import Documents, Groups
+from gnsfast.functional import Documents
 from gnsfast.probing.wrappers import unwrapped
 
 
@@ -21,91 +21,73 @@ class Unit(NamedTuple):
     module: str
 
 
-ONE = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-"""s and eps of a parameter without a v, whose numbers are not used."""
-
-
-class Sides(NamedTuple):
-    """What is measured beside the samples' norms: the parameters in ``metric`` have one more row,
-    and all parameters have columns for ``num_groups`` groups of samples.
-    """
-
-    metric: frozenset[str] = frozenset()
-    num_groups: int = 0
-
-
-NO_SIDES = Sides()
-
-
 class ProbeSlab:
     """The probes of all covered parameters of a model, and what the last pass left in them.
 
     A parameter has one row, and a second one under a metric. Backward delivers them as the gradient
-    of its probes. ``caller`` is the model with the wrappers that the user calls.
+    of its probes. ``rows`` holds the rows [M, B + 2 + G] of the parameters that the last pass has
+    reached, after ``read``. ``caller`` is the model with the wrappers that the user calls.
     """
 
-    def __init__(self, caller: nn.Module, sides: Sides = NO_SIDES) -> None:
-        self._caller, self.sides = caller, sides
+    def __init__(self, caller: nn.Module) -> None:
+        self._caller = caller
         self.model = unwrapped(caller)
         self.followed = Followed.of(self.model)
         self.refresh()
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
         self.num_samples = 0
-        self._passes = 1
+        self._passes = self._measures = 1
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
         self.leaves = self.followed.structure.covered
         self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
         self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
-        self._of_device: dict[torch.device, list[int]] = {}
-        for k, leaf in enumerate(self.leaves):
-            self._of_device.setdefault(leaf.parameter.device, []).append(k)
+        self._of_device: dict[torch.device, list[Leaf]] = {}
+        for leaf in self.leaves:
+            self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
         self.devices = list(self._of_device)
-        self._found: dict[Leaf, Tensor] | None = None
+        self.rows: dict[Leaf, Tensor] = {}
 
     def order(self, device: torch.device) -> Tensor:
         """On ``device``, the number of the parameter of each row in ``sums``."""
-        found = [k for rows in self._of_device.values() for k in rows]
+        place = {leaf: k for k, leaf in enumerate(self.leaves)}
+        found = [place[leaf] for leaves in self._of_device.values() for leaf in leaves]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
     @property
-    def rows(self) -> dict[Leaf, Tensor]:
-        """The rows [M, B + 2 + G] that the last pass left, of the parameters that it reached."""
-        if self._found is None:
-            self._found = self.followed.passes.rows()
-        return self._found
+    def idle(self) -> list[str]:
+        """The parameters that backward did not reach."""
+        rows = self.rows
+        return [leaf.name for leaf in self.leaves if leaf not in rows]
 
     def rows_of(self, leaf: Leaf) -> Tensor:
         """The rows of a parameter, which are zeros where backward did not go."""
-        found = self.rows.get(leaf)
-        return torch.zeros_like(leaf.probe) if found is None else found
+        return self.rows[leaf] if leaf in self.rows else torch.zeros_like(leaf.probe)
 
-    def sums(self) -> list[Tensor]:
+    def sums(self, measure: int = 0) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
-        norm of their sum, and how many uses of each parameter were reached (``calls_of``).
+        norm of their sum, and how many uses of each parameter were reached (``calls_of``); for
+        measure 1 the same under a metric, or nothing if the pass had none.
         """
-        return [self._sums(device, 0) for device in self.devices]
+        if measure >= self._measures:
+            return []
+        return [self._sums(leaves, measure) for leaves in self._of_device.values()]
 
-    def metric_sums(self) -> list[Tensor]:
-        """float64 [R, 3] on each of ``devices``: the same under the metric, zeros without one."""
-        return [self._sums(device, 1) for device in self.devices] if self.sides.metric else []
-
-    def _sums(self, device: torch.device, measure: int) -> Tensor:
+    def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
         B = self.num_samples
-        own = [self.rows_of(self.leaves[k]) for k in self._of_device[device]]
-        if self.sides.metric:  # else each has one row
-            row, zero = slice(measure, measure + 1), torch.zeros_like(own[0][:1])
-            own = [rows[row] if len(rows) > measure else zero for rows in own]
+        own = [self.rows_of(leaf) for leaf in leaves]
+        if self._measures > 1:
+            own = [rows[measure : measure + 1] for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
-        sums = grad[:, :B].sum(1, True, dtype=torch.float64)
-        return torch.cat([sums, grad[:, B : B + 2].double()], 1)
+        samples, rest = grad.split_with_sizes([B, grad.shape[1] - B], 1)
+        return torch.cat([samples.sum(1, True, dtype=torch.float64), rest[:, :2].double()], 1)
 
     @property
     def uses(self) -> tuple[int, ...]:
         """How many uses of each parameter the pass had, all passes of a pipeline together."""
-        return tuple(max(leaf.expected, 1) * self._passes for leaf in self.leaves)
+        return tuple([max(leaf.expected, 1) * self._passes for leaf in self.leaves])
 
     def groups(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
@@ -143,10 +125,11 @@ class ProbeSlab:
                 "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
             )
 
-    def refuse_odd_pass(self) -> None:
-        """Raise after ``create_graph=True``, which gives gradients a graph of their own, if a batch
-        norm was put into training mode inside the block, if a parameter was replaced in it, and for
-        parameters that the pass used in a way that gives no norms.
+    def read(self) -> None:
+        """Take what the pass left in the probes. Raise after ``create_graph=True``, which gives
+        gradients a graph of their own, if a batch norm was put into training mode inside the block,
+        if a parameter was replaced in it, and for parameters that the pass used in a way that gives
+        no norms.
         """
         self.refuse_batch_statistics()
         if self.followed.structure.is_changed:
@@ -154,13 +137,15 @@ class ProbeSlab:
                 "A parameter of the model was replaced inside the block, whose norms would be "
                 "those of the one before. Change a model between blocks."
             )
-        if any(p.grad is not None and p.grad.requires_grad for p in self.probes):
+        self.rows = self.followed.passes.rows()
+        # The rows of uses that were joined are not what backward left.
+        joined = (p.grad for leaf in self.leaves if leaf.joined for p in (leaf.probe, leaf.pair))
+        left = (*self.rows.values(), *(grad for grad in joined if grad is not None))
+        if any(rows.requires_grad for rows in left):
             raise ObservationError(
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
                 "that you measure without it."
             )
-        self._found = None
-        _ = self.rows
         for leaf in self.leaves:
             if leaf.failed:
                 raise ObservationError(
@@ -172,52 +157,28 @@ class ProbeSlab:
         self,
         num_samples: int,
         documents: Documents | None = None,
-        members: Sequence[Tensor] = (),
-        moments: Mapping[str, tuple[Tensor, Tensor]] = {},
+        facts: Mapping[str, Facts] = {},
         at_end: Callable[[], None] | None = None,
-        second: Mapping[str, tuple[Any, ...]] = {},
         at_start: Callable[[], None] | None = None,
         passes: int | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
-        ``documents`` says where packed samples begin. ``members`` holds the samples of each group.
-        ``moments`` holds v, and s and eps [1, 2], of each parameter whose metric is known.
-        ``at_end`` is called after each backward pass and its averages over processes, ``at_start``
-        when the first one has reached a probe. ``second`` holds what sums over samples
-        (``Plan.second``). ``passes``: in a pipeline so many passes of ``num_samples`` samples
-        follow.
+        ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
+        beside the norms. ``at_end`` is called after each backward pass and its averages over
+        processes, ``at_start`` when the first one has reached a probe. ``passes``: in a pipeline so
+        many passes of ``num_samples`` samples follow.
         """
         self.refuse_batch_statistics()
-        self.num_samples, self._passes, self._found = num_samples, passes or 1, None
-        facts = self._facts(members, moments, second)
+        self.num_samples, self._passes, self.rows = num_samples, passes or 1, {}
+        some = next(iter(facts.values()), NOTHING)
+        self._measures = 1 + (some.constants_12 is not None)
         in_stages = passes is not None
         self.followed.open(self._caller, num_samples, facts, documents, in_stages)
         self._closes = weakref.finalize(self, self.followed.close)
         self._closes.atexit = False
         self._watch_end(at_end)
         self._at_start = at_start
-
-    def _facts(
-        self,
-        members: Sequence[Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        second: Mapping[str, tuple[Any, ...]],
-    ) -> dict[str, Facts]:
-        if not members and not moments and not second:
-            return {}
-        groups = Groups.of(*members) if members else None
-        found = {}
-        for leaf in self.followed.leaves:
-            v, constants = moments.get(leaf.name, (None, ONE.to(leaf.parameter.device)))
-            own = Facts(
-                groups and groups.to(leaf.parameter.device),
-                v,
-                constants if moments else None,
-                second.get(leaf.name, ()),
-            )
-            found[leaf.name] = NOTHING if own == NOTHING else own
-        return found
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end = at_end

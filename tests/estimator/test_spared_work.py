@@ -11,8 +11,8 @@ import unseen
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.estimator import observer as observers
 from gnsfast.estimator.exchange import Exchange
+from gnsfast.estimator.fingerprint import Fingerprint
 
 N, D = 6, 4
 
@@ -200,15 +200,13 @@ def test_a_hook_that_writes_to_what_has_arrived_is_no_zeroing() -> None:
 def witnesses(monkeypatch: pytest.MonkeyPatch, microbatches: int, **settings: Any) -> int:
     """How often an update reads norms of gradients."""
     read = []
-    witness = observers.gradients.witness
+    norms = Fingerprint.norms
     model, gns = made(**settings)
     block(model, gns)
     gns.update()
     model.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            observers.gradients, "witness", lambda *a: read.append(found := witness(*a)) or found
-        )
+        patch.setattr(Fingerprint, "norms", lambda of: read.append(found := norms(of)) or found)
         for _ in range(microbatches):
             block(model, gns)
         gns.update()

@@ -126,7 +126,7 @@ def step_in_between_local(rank: int) -> None:
     trained(gns, model, [[batch]])
     for each_batch in (batch, other):
         with gns.microbatch(4):
-            gathered = dict(gns._start().metric._gathered)
+            gathered = dict(gns._start().sides["adam"]._gathered)
             assert len(gathered) == 10
             for p, v in gathered.items():
                 torch.testing.assert_close(
@@ -135,7 +135,7 @@ def step_in_between_local(rank: int) -> None:
             loss_of(model, each_batch).backward()
         given["optimizer"].step()
     gns.update()
-    assert not gns._start().metric._gathered
+    assert not gns._start().sides["adam"]._gathered
 
 
 def another_sharding(rank: int) -> None:

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pass and an update leave: tensors as they are, until the numbers are computed."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gnsfast.estimator.gradients import Sqnorms
+
+
+class Pass(NamedTuple):
+    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, ``uses`` from
+    ``ProbeSlab.uses``, and ``left`` from the sides, by name. ``samples`` holds each sample's
+    squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler,
+    ``divided`` the factor that a pipeline's schedule applies after the pass. ``arrived`` are norms
+    for the audit. ``idle`` parameters got no gradient, ``unseen`` ones one that no probe has seen.
+    """
+
+    rows: list[Tensor]
+    uses: tuple[int, ...]
+    num_samples: int
+    passes: int
+    tokens: int | Tensor | None
+    scale: float | Tensor
+    divided: float
+    loss_scale: Tensor | None
+    samples: list[Tensor]
+    left: dict[str, Any]
+    arrived: dict[str, list[Tensor]]
+    idle: set[str]
+    unseen: list[str]
+
+
+def kept(value: Any) -> Any:
+    """A number as it is. A tensor is copied, because the caller may write to it."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+class Update(NamedTuple):
+    """What an update left. q comes from the final gradients (``sqnorms``), from the norm of the
+    whole gradient (``norm``), or from the probes. A pass that was ``alone``, on one process, lets
+    ``norm`` be compared with the probes, others with ``read`` if it is not None. ``prints`` are
+    the norms of some gradients after the last backward pass and at ``update()``, and ``leftover``
+    those before the first pass. ``loss_scale`` is the factor that the gradients still have.
+    ``left`` is what the sides have left, by name.
+    """
+
+    passes: list[Pass]
+    by_probe: bool
+    alone: bool
+    leftover: Tensor | None
+    norm: Tensor | None
+    read: Sqnorms | None
+    sqnorms: Sqnorms | None
+    prints: tuple[Tensor | None, Tensor | None]
+    loss_scale: Tensor | None
+    left: dict[str, Any]

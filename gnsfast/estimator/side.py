@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of what is measured beside the norms: a metric, dual norms, groups of samples.
+
+A new one is a file with a subclass of ``Side``, and a line in ``observer.SIDES``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.estimator.exchange import Window
+from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.settings import Settings
+from gnsfast.following import NOTHING, Facts
+from gnsfast.noise_scale import NoiseScale
+from gnsfast.parallel import Processes
+from gnsfast.probing import ProbeSlab
+
+
+class Setup(NamedTuple):
+    """What a side measures: the model and its probes, for which settings, and where."""
+
+    model: nn.Module
+    slab: ProbeSlab
+    settings: Settings
+    processes: Processes
+    device: torch.device
+
+
+class Block(NamedTuple):
+    """A pass that begins: how many of its update came before it, its samples, and the user's
+    ``groups`` of them.
+    """
+
+    before: int
+    num_samples: int
+    groups: Any
+
+
+class Side:
+    """Something that is measured beside the norms, in the order of its methods. What a pass or an
+    update leaves is kept as it is, tensors in lists, tuples or None: the arithmetic follows later.
+    """
+
+    name = ""
+    width = 0
+    """How many numbers it has in an update."""
+
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        """Whether the settings ask for it."""
+        raise NotImplementedError
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def open(self, block: Block) -> Mapping[str, Facts]:
+        """What backward is to measure of each parameter in the next pass."""
+        return {}
+
+    def start(self) -> None:
+        """Begin to watch the pass, which is open."""
+
+    def stop(self) -> None:
+        """The reverse of ``start``, also for a pass that is discarded."""
+
+    def passed(self) -> Any:
+        """What the pass has left, after ``stop``."""
+
+    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Any:
+        """What an update of ``passes`` has left. ``.grad`` has the factor ``loss_scale``;
+        ``by_probe``: nothing is read from it.
+        """
+
+    def numbers(self, update: Update, device: torch.device) -> Tensor:
+        """This process's share of the numbers, float64 [width], from what was left: ``left`` of the
+        update, and of each of its passes, under the side's name.
+        """
+        return torch.zeros(0, dtype=torch.float64, device=device)
+
+    def added(
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
+    ) -> NoiseScale:
+        """``result`` with what was measured, from the numbers [U, width] of the window."""
+        return result
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Measure some parameters no more, also in a pass that has just been opened."""
+
+    def state(self) -> dict[str, Any]:
+        """What past updates have left, on the CPU."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The reverse of ``state``."""
+
+
+def joined(sides: Sequence[Mapping[str, Facts]]) -> dict[str, Facts]:
+    """What several sides ask of each parameter."""
+    found: dict[str, Facts] = {}
+    for side in sides:
+        for name, own in side.items():
+            facts = found.get(name, NOTHING)
+            asked = {k: value for k, value in own._asdict().items() if value is not None}
+            found[name] = facts._replace(**asked | {"second": (*facts.second, *own.second)})
+    return found
