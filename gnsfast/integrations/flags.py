@@ -22,14 +22,15 @@ class Flags:
     has doubled. ``"unresolved"`` is none.
 
     Args:
+        factor: CBS / noise scale; None flags nothing.
         metric: of the estimator.
 
     Raises:
         ValueError: for a factor that is invalid, or of a metric that is not measured.
     """
 
-    def __init__(self, factor: float | Factor, metric: str | Sequence[str] | None) -> None:
-        needed = checked_factor(factor, None)[3]
+    def __init__(self, factor: float | Factor | None, metric: str | Sequence[str] | None) -> None:
+        needed = "euclidean" if factor is None else checked_factor(factor, None)[3]
         if needed not in ("euclidean", *([metric] if isinstance(metric, str) else metric or ())):
             raise ValueError(
                 f"the factor was measured for metric={needed!r}: measure it by metric={needed!r}"
@@ -68,7 +69,7 @@ class Flags:
         is judged, as the window's mean still has updates from before a change. A controller has
         ``cbs/*`` of its own, from its last check, and the flag then leaves them alone.
         """
-        if not result.updates:
+        if self.factor is None or not result.updates:
             return {}
         batch_size = also.get("batch/size", result.samples / result.updates)
         found, last = flag(batch_size, result, self.factor), self._last

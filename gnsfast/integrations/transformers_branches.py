@@ -4,10 +4,10 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -247,11 +247,10 @@ class TrainerRun:
     def _evaluate(self) -> float:
         trainer, random = self.trainer, random_state({self._device})
         logged = len(trainer.state.log_history)
-        callbacks, trainer.callback_handler.callbacks = trainer.callback_handler.callbacks, []
         try:
-            found = trainer.evaluate()
+            with patch.object(trainer.callback_handler, "callbacks", []):
+                found = trainer.evaluate()
         finally:
-            trainer.callback_handler.callbacks = callbacks
             del trainer.state.log_history[logged:]
             set_random_state(random, {self._device})
         if "eval_loss" not in found:
@@ -284,7 +283,8 @@ class TrainerRun:
     def _pass(self, micro_batches: int) -> Tensor:
         """Forward and backward over a batch; its loss."""
         trainer, number = self.trainer, min(micro_batches, self._batches.left)
-        with _accumulating(trainer.args, micro_batches):
+        # A Trainer subclass may read it.
+        with patch.object(trainer.args, "gradient_accumulation_steps", micro_batches):
             batches, items = trainer.get_batch_samples(self._batches, number, self._device)
             if not self._divided:
                 refuse_undivided("TrainerRun", trainer, batches[0], items)
@@ -361,13 +361,3 @@ class TrainerRun:
             "data seed": getattr(self._batches.sampler, "initial_seed", None),
             "max_steps": self.trainer.state.max_steps,
         }
-
-
-@contextmanager
-def _accumulating(args: Any, micro_batches: int) -> Iterator[None]:
-    """Set ``gradient_accumulation_steps``, which a Trainer subclass may read."""
-    before, args.gradient_accumulation_steps = args.gradient_accumulation_steps, micro_batches
-    try:
-        yield
-    finally:
-        args.gradient_accumulation_steps = before

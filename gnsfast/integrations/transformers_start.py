@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import (  # type: ignore[import-untyped]
@@ -39,14 +40,11 @@ def begin(trainer: Any, checkpoint: str | os.PathLike[str] | None) -> Any:
             f"{folder} has no {' and no '.join(lacking)}: pass a checkpoint-N folder that a "
             "Trainer wrote on one process, without save_only_model"
         )
-    handler = trainer.callback_handler
-    callbacks, handler.callbacks = handler.callbacks, [_Stop()]
     try:
-        trainer.train(resume_from_checkpoint=folder)
+        with patch.object(trainer.callback_handler, "callbacks", [_Stop()]):
+            trainer.train(resume_from_checkpoint=folder)
     except _Begun as begun:
         loader = begun.args[0]
-    finally:
-        handler.callbacks = callbacks
     _refuse_begun(trainer, loader)
     return loader
 
