@@ -4,11 +4,13 @@
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from gnsfast.critical_batch.branches import (
     Branch,
     BranchFolder,
     CriticalBatch,
-    Job,
     TorchRun,
     branch_folder,
     measure_critical_batch,
 )
 from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, told
+from gnsfast.critical_batch.branches.branch_plan import Plan
 from gnsfast.critical_batch.branches.branch_process import train_job
 from gnsfast.errors import BranchError
 
@@ -91,9 +93,9 @@ def divide() -> ScriptedRun:
 
 
 def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
-    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
+    folder, plan = BranchFolder(tmp_path), Plan((2.0,), 960, 0.1, 0.5, "keep", "train", None, False)
     ScriptedRun().save(make(folder.checkpoint))
-    work = (train_job, branch_runs.out_of_memory, folder, job)
+    work = (train_job, branch_runs.out_of_memory, folder, plan, *plan.branches(8))
     assert told(*work) == {"error": "RuntimeError: no memory"}
     reason, *trace = (tmp_path / "branch-2.error").read_text().splitlines()
     assert reason == "RuntimeError: no memory" and "train" in "".join(trace)
@@ -150,15 +152,16 @@ def test_workers_killed_at_random(
     chance = random.Random(seed)
     options = {"executor": forks, "make_run": Logged, "save_every_tokens": 40}
 
-    victims: list[Any] = []
+    victims: list[int] = []
 
     def kill(steps: int, over: threading.Event) -> None:
         while len(log.read_text().split("\n")) < steps:
             if over.wait(0.001):
                 return  # a busy machine trained on before the last kill came
-        if running := [*forks._running]:
-            victims.append(chance.choice(running))
-            victims[-1].kill()
+        pids = [int(line.split()[0]) for line in log.read_text().splitlines()[-2:]]
+        with suppress(ProcessLookupError):
+            os.kill(pid := chance.choice(pids), signal.SIGKILL)
+            victims.append(pid)
 
     log.touch()
     for _ in range(3):

@@ -2,7 +2,7 @@
 """Measures a critical batch size by training branches of a run."""
 
 from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job, reason_of
+from gnsfast.critical_batch.branches.branch_process import reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
     check_grid,
@@ -26,7 +26,6 @@ __all__ = [
     "BranchRun",
     "BranchStep",
     "CriticalBatch",
-    "Job",
     "LOGS",
     "RESULT",
     "TorchRun",

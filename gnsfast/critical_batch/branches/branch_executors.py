@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeVar
 
@@ -65,15 +65,15 @@ class Here:
 class LocalProcesses(ThreadPoolExecutor):
     """Runs up to ``workers`` calls at once, each in a new process. One that dies ends no other.
 
-    The processes divide torch's threads among them. They end with this process, whatever ends it.
+    The processes divide torch's threads among them. They end with this process, whatever ends it,
+    because each reads from a pipe of which this process alone holds the other end.
     """
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._torch_threads = max(1, torch.get_num_threads() // workers)
         self._context = multiprocessing.get_context("spawn")
-        self._started, self._closing = threading.Lock(), False
-        self._running: set[BaseProcess] = set()
+        self._ours, self._held = self._context.Pipe(duplex=False)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:  # type: ignore[override]
         """Call ``fn`` in a new process.
@@ -93,21 +93,15 @@ class LocalProcesses(ThreadPoolExecutor):
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         receiver, sender = self._context.Pipe(duplex=False)
         # Not a daemon: a daemon may not start processes of a DataLoader.
-        work = sender, self._torch_threads, fn, *args
+        work = self._ours, sender, self._torch_threads, fn, *args
         process = self._context.Process(target=_work, args=work)
-        with self._started:
-            if self._closing:
-                raise BranchError("the measurement ended before the process of this branch started")
-            process.start()
-            self._running.add(process)
+        process.start()
         sender.close()
         connection.wait([receiver, process.sentinel])
-        try:
+        said = None
+        with suppress(EOFError):  # it died
             said = receiver.recv() if receiver.poll() else None
-        except EOFError:  # it died
-            said = None
         process.join()
-        self._running.discard(process)
         if said is None:
             raise BranchError(f"its process ended with exit code {process.exitcode}")
         value, error = said
@@ -117,21 +111,16 @@ class LocalProcesses(ThreadPoolExecutor):
 
     def __exit__(self, *exception: object) -> None:
         """End all calls, also those at work."""
-        with self._started:
-            self._closing = True
-            for process in [*self._running]:
-                _end(process.pid, process.terminate)
+        self._held.close()
         self.shutdown(cancel_futures=True)
 
 
-def _work(
-    sender: "connection.Connection", threads: int, fn: Callable[..., Any], *args: Any
-) -> None:
+def _work(ours: Any, sender: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this one and its processes
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_after, args=(ours,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
         sender.send((fn(*args), None))
@@ -139,20 +128,12 @@ def _work(
         sender.send((None, error))
 
 
-def _end(pid: int | None, terminate: Callable[[], None]) -> None:
-    """End a process with those that it has started."""
-    try:
-        os.killpg(pid or 0, signal.SIGTERM)
-    except (ProcessLookupError, AttributeError):  # not a group yet, or Windows, which has none
-        terminate()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is killed: nobody waits for its branch any more."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        connection.wait([parent.sentinel])
-        _end(None, partial(os._exit, 1))
-        os._exit(1)
+def _end_after(ours: Any) -> None:
+    """End this process, with those that it has started, once nobody holds the pipe any more."""
+    connection.wait([ours])
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGTERM)
+    os._exit(1)
 
 
 def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -173,14 +154,8 @@ def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, Any], None, None]:
             done = [key for key, call in calls.items() if call.done()]
             pause = POLL[0] if done else min(1.5 * pause, POLL[1])
             for key in done:
-                call = calls.pop(key)
-                try:
-                    said = call.result()
-                except Exception as error:  # the call was lost, for example with its machine
-                    if process_count() > 1:
-                        raise
-                    said = {"error": reason_of(error)}
-                yield key, said
+                said = told(calls.pop(key).result)  # an error: it was lost, as with its machine
+                yield key, said.get("value", said)
             if calls and not done:
                 time.sleep(pause)
     finally:

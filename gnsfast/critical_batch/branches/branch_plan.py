@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Plan``: what a measurement asks for, before a run is there, and its branches once it is."""
+"""``Plan``: what a measurement asks for, before a run is there."""
 
-from collections.abc import Callable, Mapping
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, integer
-from gnsfast.critical_batch.branches.branch_process import Job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import check_grid, matching, smoothed
+from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch
 from gnsfast.critical_batch.rules import Rules
 
 LEAST_STEPS = 3
@@ -18,7 +18,7 @@ is estimated from at least three."""
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of ``measure_critical_batch`` on which its branches depend.
+    """The arguments of ``measure_critical_batch`` on which its branches depend; k ascends.
 
     Raises:
         ValueError: for one that is invalid whatever the run is.
@@ -61,28 +61,18 @@ class Plan:
                 f"needs at least {LEAST_STEPS} steps, which are {least:,} tokens. Raise "
                 "delta_tokens, or leave out the largest k"
             )
-        check: Callable[[float], None] | None = getattr(run, "check_branch", None)
-        if check is not None:
-            for k in ks:
-                check(k)
-        own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
-        return {
-            "tokens": run.tokens,
-            "batch_size": run.batch_size,
-            "tokens_per_sample": run.tokens_per_sample,
-            "delta_tokens": self.delta_tokens,
-            "tolerance": self.tolerance,
-            "alpha": self.alpha,
-            "lr": self.lr,
-            "loss": self.loss,
-            **{f"run.{name}": each for name, each in (own() if own else {}).items()},
-        }
+        for k in ks:
+            getattr(run, "check_branch", lambda k: None)(k)
+        whose = {name: self if hasattr(self, name) else run for name in SETTINGS}
+        return {name: getattr(whose[name], name) for name in SETTINGS} | own_settings(run)
 
-    def jobs(self, batch_size: int) -> list[Job]:
-        """The branches of a run, by ascending k."""
-        shared = (self.delta_tokens, self.alpha, self.loss, self.save_every_tokens)
+    def branches(self, batch_size: int) -> list[Branch]:
+        """Those of a run before they are trained, by ascending k."""
         lr_factor = Rules(self.lr).lr_factor
-        return [
-            Job(k, round(k * batch_size), lr_factor(k), *shared)
-            for k in check_grid(self.ks, batch_size)
-        ]
+        rest = math.nan, math.nan, 0, 0, "failed"
+        return [Branch(k, round(k * batch_size), lr_factor(k), *rest) for k in self.ks]
+
+
+def own_settings(run: Any) -> dict[str, Any]:
+    """The settings of a run that its branches depend on, as the folder names them."""
+    return {f"run.{name}": each for name, each in getattr(run, "branch_settings", dict)().items()}

@@ -19,7 +19,7 @@ from gnsfast.critical_batch.branches.branch_executors import (
 )
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_plan import Plan
-from gnsfast.critical_batch.branches.branch_process import Job, train_job
+from gnsfast.critical_batch.branches.branch_process import train_job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
 from gnsfast.critical_batch.branches.launcher import launch
@@ -117,9 +117,8 @@ def measure_critical_batch(
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
-    plan = Plan(
-        *(tuple(k), delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
-    )
+    ks = tuple(sorted(map(float, k)))
+    plan = Plan(ks, delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
     if factor is not None:
         check_choice("factor", factor, METRICS)
         if not noise_scale:
@@ -144,14 +143,14 @@ def measure_critical_batch(
             return pool.submit(*how, work, make, files, *args)
 
         if run is None:
-            settings = _prepared(submit(_prepare_anew, plan))
+            settings = _prepared(submit(_prepare, plan))
         else:
-            settings = _prepare(run, files, plan)
+            settings = _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
         if factor is not None:
             _refuse_unmeasured(factor, scales)
-        branches, missing = _train(files, plan.jobs(settings["batch_size"]), submit, on_branch)
+        branches, missing = _train(files, plan, settings["batch_size"], submit, on_branch)
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
@@ -205,20 +204,15 @@ def _check_processes(
         )
 
 
-def _prepare(run: BranchRun, files: BranchFolder, plan: Plan) -> dict[str, Any]:
+def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> dict[str, Any]:
     """Save the checkpoint and measure the noise scale there; the settings of the branches."""
+    run = make_run()
     settings = plan.settings(run)
     files.prepare(settings, run)
     if plan.noise_scale and first(files.noise_scale) is None:
         record = _measured(run)
         first(lambda: files.write_noise_scale(record))
     return settings
-
-
-def _prepare_anew(
-    make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan
-) -> dict[str, Any]:
-    return _prepare(make_run(), files, plan)
 
 
 def _prepared(call: Call) -> dict[str, Any]:
@@ -252,7 +246,8 @@ def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
 
 def _train(
     files: BranchFolder,
-    jobs: list[Job],
+    plan: Plan,
+    batch_size: int,
     submit: Callable[..., Call],
     on_branch: Callable[[Branch], None] | None,
 ) -> tuple[tuple[Branch, ...], dict[float, str]]:
@@ -273,16 +268,17 @@ def _train(
     for finished in first(files.branches):
         take(finished)
     trained = {branch.k for branch in found}
-    calls = {job: submit(train_job, job) for job in jobs if job.k not in trained}
+    asked = [branch for branch in plan.branches(batch_size) if branch.k not in trained]
+    calls = {branch: submit(train_job, plan, branch) for branch in asked}
     with closing(ended(calls)) as ends:
-        for job, said in ends:
+        for branch, said in ends:
             if "value" in said:
                 take(Branch.from_record(said["value"]))
             else:
-                there = [branch for branch in files.branches() if branch.k == job.k]
+                there = [other for other in files.branches() if other.k == branch.k]
                 if there:  # another process has finished it
-                    files.forget_failure(job.k)
-                take(there[0] if there else job.branch("failed", reason=said["error"]))
+                    files.forget_failure(branch.k)
+                take(there[0] if there else replace(branch, reason=said["error"]))
     return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
 
 
@@ -295,8 +291,7 @@ def _measured(run: BranchRun) -> dict[str, Any]:
         reason = "the run has no method noise_scale()"
     elif record["noise_scale"] is None:
         reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
-    identity: Callable[[], RunIdentity] | None = getattr(run, "identity", None)
-    known = RunIdentity() if identity is None else identity()
+    known: RunIdentity = getattr(run, "identity", RunIdentity)()
     own = replace(known, tokens_per_sample=run.tokens_per_sample)
     return record | {"noise_scale_reason": reason, "run": asdict(own)}
 

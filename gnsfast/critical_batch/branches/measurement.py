@@ -33,6 +33,13 @@ SETTINGS = (
 )
 """The fields of ``CriticalBatch`` that are known before a branch is trained."""
 
+Scale = type[ModuleNoiseScale] | type[DualNormEstimate]
+SCALES: dict[str, Scale] = {
+    **dict.fromkeys(("noise_scale", "adam"), ModuleNoiseScale),
+    **dict.fromkeys(("sign", "spectral"), DualNormEstimate),
+}
+"""Its fields that hold a noise scale, and what they are."""
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -209,7 +216,7 @@ class CriticalBatch:
             "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
-            **{name: noise_scale_record(getattr(self, name)) for name in ("noise_scale", *OTHERS)},
+            **{name: _record(getattr(self, name), kind) for name, kind in SCALES.items()},
             "noise_scale_reason": self.noise_scale_reason,
             "run": asdict(self.run),
         }
@@ -370,38 +377,24 @@ def _times_noise_scale(ratio: Interval) -> str:
 
 def noise_scale_records(found: NoiseScale | None) -> dict[str, Any]:
     """A JSON object of the noise scale in each metric, or None where it was not measured."""
-    others = {} if found is None else found.others
-    return {
-        "noise_scale": noise_scale_record(found),
-        **{metric: noise_scale_record(others.get(metric)) for metric in OTHERS},
-    }
+    scales = {} if found is None else {"noise_scale": found, **found.others}
+    return {name: _record(scales.get(name), kind) for name, kind in SCALES.items()}
 
 
-def noise_scale_record(scale: Estimate | None) -> dict[str, Any] | None:
+def _record(scale: Estimate | None, kind: Scale) -> dict[str, Any] | None:
     """A JSON object of a noise scale, or None where it was not measured."""
     if scale is None or math.isnan(scale.noise_scale):
         return None
-    kind = DualNormEstimate if isinstance(scale, DualNormEstimate) else ModuleNoiseScale
     numbers = {f.name: finite_or_none(getattr(scale, f.name)) for f in fields(kind)}
     return numbers | {"resolved": scale.resolved}
 
 
 def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``CriticalBatch`` that such objects hold. Older records lack some of them."""
-    return {
-        name: _noise_scale(record.get(name), kind)
-        for name, kind in (
-            ("noise_scale", ModuleNoiseScale),
-            ("adam", ModuleNoiseScale),
-            ("sign", DualNormEstimate),
-            ("spectral", DualNormEstimate),
-        )
-    }
+    return {name: _noise_scale(record.get(name), kind) for name, kind in SCALES.items()}
 
 
-def _noise_scale(
-    record: Mapping[str, Any] | None, kind: type[ModuleNoiseScale] | type[DualNormEstimate]
-) -> Estimate | None:
+def _noise_scale(record: Mapping[str, Any] | None, kind: Scale) -> Estimate | None:
     """The noise scale of an object, in which null stands for infinity."""
     if record is None:
         return None
