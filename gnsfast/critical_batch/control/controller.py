@@ -2,6 +2,7 @@
 """``BatchSizeController``: a batch size that grows with the critical batch size."""
 
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from gnsfast.arguments import finite_or_text, whole_number
@@ -19,6 +20,9 @@ from gnsfast.interval import Interval
 from gnsfast.noise_scale import OVER, NoiseScale, critical_batch_metrics, excess, verdict_on
 
 PHASES = ("calibrate", "warm up", "monitor")
+
+NAMES = {each.name for each in fields(ControllerSettings)}
+"""The arguments that are settings by the same names."""
 
 CHECKS = 400
 """The default number of checks in a run: three in a row are 0.75 % of its tokens."""
@@ -126,30 +130,16 @@ class BatchSizeController(ChangingBatchSize):
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in NAMES}
         batch_size = whole_number("batch_size", batch_size)
         total_tokens = whole_number("total_tokens", total_tokens)
         known = checked_factor(factor, metric)
         known.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
-        settings = ControllerSettings(
-            batch_size=batch_size,
-            factor=known,
-            tokens_per_sample=tokens_per_sample,
-            total_tokens=total_tokens,
-            max_batch_size=batch_size if max_batch_size is None else max_batch_size,
-            min_batch_size=min_batch_size,
-            calibrate=calibrate,
-            warm_up_until=warm_up_until,
-            growth=growth,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            patience=patience,
-            check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
-            over=over,
-            data_parallel=data_parallel,
-            micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
-        )
-        super().__init__(settings)
+        defaults = {"max_batch_size": batch_size, "check_every": max(1, total_tokens // CHECKS)}
+        given |= {name: own for name, own in defaults.items() if given[name] is None}
+        given["micro_batch"] = micro_batch_of(batch_size, data_parallel, micro_batch)
+        given |= {"batch_size": batch_size, "total_tokens": total_tokens, "factor": known}
+        super().__init__(settings := ControllerSettings(**given))
         self._evidence = Evidence()
         self._rows = dict.fromkeys(("grow", "shrink", "over", "recovered"), 0)
         self._limit, self._capped = settings.over, False
