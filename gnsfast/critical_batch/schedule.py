@@ -9,7 +9,7 @@ from typing import Any
 
 from gnsfast.arguments import whole_number
 from gnsfast.counts import exact_count, parse_count, rounded_percent
-from gnsfast.critical_batch.laws.json_lines import read_records
+from gnsfast.critical_batch.json_lines import read_records
 from gnsfast.critical_batch.rules import Rules
 
 SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"

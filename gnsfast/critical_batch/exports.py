@@ -11,8 +11,8 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.counts import exact_count
-from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule, aligned_changes
 from gnsfast.critical_batch.rules import Rules
+from gnsfast.critical_batch.schedule import BatchSizeSchedule, aligned_changes
 from gnsfast.templates import template
 
 
@@ -473,4 +473,4 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
 
 def _lines(framework: str, **values: Any) -> str:
     """Code for a framework, from its template."""
-    return template("gnsfast.critical_batch.laws", f"{framework}.jinja").render(values)
+    return template("gnsfast.critical_batch", f"{framework}.jinja").render(values)
