@@ -1,18 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Measuring``: what the callbacks of Trainer and of Lightning that measure have in common."""
+"""``Measuring``: what the callbacks of Trainer and of Lightning that measure have in common.
+``Flags`` says in the log of a training whether its batch size fits.
+"""
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from gnsfast.critical_batch import CriticalBatchFactor
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
-from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.trackers import metrics
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import Factor, Flag, NoiseScale, checked_factor, flag
 from gnsfast.parallel import refuse_parts
+
+LOG = logging.getLogger("gnsfast")
+
+
+class Flags:
+    """Flags the batch size at every log, and logs the words where they are news. It is the window's
+    mean, or the present one where a callback changes it.
+
+    A verdict is news where it differs from the last one, and ``"too large"`` again where the excess
+    has doubled. ``"unresolved"`` is none.
+
+    Args:
+        factor: CBS / noise scale; None flags nothing.
+        metric: of the estimator.
+
+    Raises:
+        ValueError: for a factor that is invalid, or of a metric that is not measured.
+    """
+
+    def __init__(self, factor: float | Factor | None, metric: str | Sequence[str] | None) -> None:
+        needed = "euclidean" if factor is None else checked_factor(factor, None)[3]
+        if needed not in ("euclidean", *([metric] if isinstance(metric, str) else metric or ())):
+            raise ValueError(
+                f"the factor was measured for metric={needed!r}: measure it by metric={needed!r}"
+            )
+        self.factor = factor
+        self._last: Flag | None = None
+
+    def check_run(self, run: RunIdentity, callbacks: Iterable[Any], *, log: bool) -> None:
+        """Raise ValueError where the factor was measured in a run that differs. What cannot be
+        compared, because it is unknown of this run, is logged.
+
+        A controller among the ``callbacks`` knows the context.
+        """
+        if not isinstance(self.factor, CriticalBatchFactor):
+            return
+        settings = (getattr(getattr(c, "controller", None), "settings", None) for c in callbacks)
+        contexts = (getattr(s, "tokens_per_sample", None) for s in settings)
+        if (context := next((c for c in contexts if c is not None), None)) is not None:
+            run = replace(run, tokens_per_sample=context)
+        self.factor.check_run(run)
+        own, unknown = self.factor.run, {*run.unknown()} - {*self.factor.run.unknown()}
+        if unknown and log:
+            known = ", ".join(f"{name}={getattr(own, name)!r}" for name in sorted(unknown))
+            LOG.warning(
+                "The factor was measured with %s. Nothing compares that, because it is unknown of "
+                "this run: make sure that it is the same.",
+                known,
+            )
+
+    def metrics(
+        self, result: NoiseScale, also: Mapping[str, float], *, log: bool
+    ) -> dict[str, float]:
+        """Numbers for a tracker; ``log`` says whether this process writes the words.
+
+        ``also`` holds those of a callback that changes the batch size. Its present ``batch/size``
+        is judged, as the window's mean still has updates from before a change. A controller has
+        ``cbs/*`` of its own, from its last check, and the flag then leaves them alone.
+        """
+        if self.factor is None or not result.updates:
+            return {}
+        batch_size = also.get("batch/size", result.samples / result.updates)
+        found, last = flag(batch_size, result, self.factor), self._last
+        same = last is not None and found.verdict == last.verdict
+        doubled = last is not None and same and found.excess >= 2 * last.excess < math.inf
+        if found.verdict != "unresolved" and (not same or doubled and found.verdict == "too large"):
+            self._last = found
+            if log:
+                level = logging.INFO if found.verdict == "fair" else logging.WARNING
+                LOG.log(level, "the batch size is %s", found)
+        controlled = "batch/phase" in also
+        return {k: v for k, v in found.metrics().items() if k == "batch/flag" or not controlled}
 
 
 class Measuring:

@@ -2,29 +2,40 @@
 """``GNSCallback``: the noise scale of a run of transformers' Trainer."""
 
 import inspect
+import os
+import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from gnsfast.critical_batch.branches import random_state, set_random_state
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import ObservationError
+from gnsfast.estimator import GradientNoiseScale
 from gnsfast.integrations.measuring import Measuring
-from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
+from gnsfast.integrations.token_losses import (
+    LOSSES,
+    Rule,
+    RuleSearch,
+    batch_size,
+    document_starts,
+)
 from gnsfast.integrations.trackers import Tracker
-from gnsfast.integrations.transformers_samples import batch_size, document_starts
 from gnsfast.integrations.trl_head import measured_head
 from gnsfast.noise_scale import Factor, loss_factors
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
-
-    from gnsfast.integrations.transformers_start import identity
-    from gnsfast.integrations.transformers_state import SavedMeasurements, load_measurements
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as e:
     raise ImportError(
         "gnsfast.integrations.transformers needs transformers and accelerate: "
@@ -33,6 +44,9 @@ except ImportError as e:
 
 WRAPPED = ("training_step", "compute_loss", "log")
 """Methods of a Trainer that are wrapped while it trains."""
+
+FILE = "gnsfast.pt"
+"""The measurements in a checkpoint, beside Trainer's own files."""
 
 
 class GNSCallback(Measuring, TrainerCallback):
@@ -350,3 +364,98 @@ def _with_outputs(
         "both, or pass GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or "
         "loss='causal' for a sum over labels divided by num_items_in_batch"
     )
+
+
+class SavedMeasurements(TrainerCallback, ExportableState):
+    """Saves the measurements as ``FILE``, and in ``trainer_state.json`` that there is one.
+
+    It is a callback of its own, because Trainer's ``restore_callback_states_from_checkpoint``
+    would make a new GNSCallback, without its tracker. ``on_save`` is called on every process, as a
+    state of sharded parameters needs it.
+    """
+
+    def __init__(self, gns: GradientNoiseScale, trainer: Any) -> None:
+        self.gns, self._trainer = gns, trainer
+        self.midway = False  # also what a train() that raised has left
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.midway else {"args": {}, "attributes": {"file": FILE}}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.midway:
+            return
+        found = self.gns.state_dict()
+        if not args.should_save:
+            return
+        run = Path(self._trainer._get_output_dir(getattr(self._trainer, "_trial", None)))
+        path = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FILE
+        half = path.with_suffix(".half")
+        torch.save(found, half)
+        os.replace(half, path)
+
+
+def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -> None:
+    """Continue the measurements of the checkpoint that a run resumes from, if it holds any. If
+    their file is lost, a warning says that they begin anew.
+    """
+    saved = state.stateful_callbacks.get(SavedMeasurements.__name__)
+    if not state.global_step or not saved:
+        return
+    path = Path(folder or "") / FILE
+    if not path.is_file():
+        warnings.warn(
+            f"GNSCallback: the checkpoint lacks {path}, which holds its measurements, so the "
+            "window begins anew. Either the run ended while the checkpoint was saved, or the file "
+            "was not copied",
+            stacklevel=2,
+        )
+        return
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} cannot be read ({e}): remove it to begin the window anew") from e
+    gns.load_state_dict(found)
+
+
+def identity(trainer: Any) -> RunIdentity:
+    """Of a Trainer's run; the data is known where it is a dataset of ``datasets`` with a name."""
+    info = getattr(trainer.train_dataset, "info", None)
+    parts = [getattr(info, name, None) for name in ("dataset_name", "config_name")]
+    data = "/".join(part for part in parts if part) or None
+    return RunIdentity.of(trainer.model, trainer.optimizer, data=data)
+
+
+def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
+    """Raise for a loss that should be divided by the items of the whole batch, and is not.
+
+    Trainer adds up the losses of micro-batches. Without the division, loss and gradient grow with
+    the accumulation, and batch sizes cannot be compared. A divided loss halves with twice as many
+    items.
+    """
+    scaled_by_trainer = getattr(trainer, "loss_is_scaled_for_ga", None)
+    scaled = trainer.model_accepts_loss_kwargs and items is not None
+    if scaled_by_trainer is not None or not (scaled or trainer.compute_loss_func is not None):
+        return
+    divided = False
+    if items is not None:
+        random, model = random_state({trainer.args.device}), trainer.model_wrapped
+        model.eval()  # training_step sets it back
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            once, twice = (
+                float(
+                    trainer.compute_loss(
+                        model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=k * items
+                    )
+                )
+                for k in (1, 2)
+            )
+        set_random_state(random, {trainer.args.device})
+        divided = not abs(once - 2 * twice) > 0.02 * abs(once)  # a NaN tells nothing
+    if not divided:
+        raise ValueError(
+            f"{who}: {type(trainer.model).__name__} does not divide its loss by "
+            "num_items_in_batch. Trainer adds up the losses of micro-batches, so the loss grows "
+            "with the batch. Set trainer.model_accepts_loss_kwargs = False before training, so "
+            "that Trainer divides by the number of micro-batches, or divide your own loss by "
+            "num_items_in_batch"
+        )

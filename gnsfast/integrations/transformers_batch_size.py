@@ -9,8 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
 from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
-from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
-from gnsfast.integrations.transformers_start import identity, refuse_undivided
+from gnsfast.integrations.transformers import (
+    GNSCallback,
+    _calling_trainer,
+    identity,
+    refuse_undivided,
+)
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
