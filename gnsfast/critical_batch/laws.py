@@ -6,10 +6,9 @@ range.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from gnsfast.arguments import check_positive, whole_number
 from gnsfast.counts import short_count
@@ -91,28 +90,21 @@ ZHANG_TOKENS = Law(
     formula="22.91 D^0.47 samples of 512, D in millions",
 )
 
-ZHANG_PARAMS = Law(
+ZHANG_PARAMS = replace(
+    ZHANG_TOKENS,
     name="Zhang, parameters",
-    quantity=CRITICAL_20,
     argument=PARAMS,
     prefactor=93.20 * 512,
-    exponent=0.47,
-    unit=1e6,
     fitted=(85e6, 1.2e9),
-    source=ZHANG,
     formula="93.20 N^0.47 samples of 512, N in millions",
     note="at 20 tokens a parameter",
 )
 
-ZHANG_FIXED_DATA = Law(
+ZHANG_FIXED_DATA = replace(
+    ZHANG_PARAMS,
     name="Zhang, parameters at fixed data",
-    quantity=CRITICAL_20,
-    argument=PARAMS,
     prefactor=621.34 * 512,
     exponent=0.087,
-    unit=1e6,
-    fitted=(85e6, 1.2e9),
-    source=ZHANG,
     formula="621.34 N^0.087 samples of 512, N in millions",
     note="for 3B tokens, the data of a 151M model: parameters alone matter little",
 )
@@ -437,27 +429,24 @@ def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float =
         raise ValueError(f"confidence must be between 0 and 1, not {confidence}")
     if max(x) == min(x):
         raise ValueError(f"every x is {x[0]}: the exponent needs measurements at different x")
-    log_x, log_y = (torch.tensor(v, dtype=torch.float64).log() for v in (x, y))
-    points, mean = len(x), log_x.mean()
-    square = (log_x - mean).square().sum()
-    exponent = ((log_x - mean) * log_y).sum() / square
-    origin = log_y.mean() - exponent * mean
-    rest = log_y - origin - exponent * log_x
-    residual = (rest.square().sum() / (points - 2)).sqrt()
-    t = student_t(confidence, points - 2)
-    of_exponent = (t * residual / square.sqrt()).item()
-    of_origin = (t * residual * (1 / points + mean.square() / square).sqrt()).item()
-    b = exponent.item()
+    log_x, log_y = ([math.log(v) for v in values] for values in (x, y))
+    points, mean = len(x), statistics.fmean(log_x)
+    square = math.fsum((u - mean) ** 2 for u in log_x)
+    b, origin = statistics.linear_regression(log_x, log_y)
+    rest = math.fsum((v - origin - b * u) ** 2 for u, v in zip(log_x, log_y))
+    residual = math.sqrt(rest / (points - 2))
+    error = student_t(confidence, points - 2) * residual
+    of_exponent = error / math.sqrt(square)
     return PowerLaw(
-        exponent=Interval(b, b - of_exponent, b + of_exponent),
-        prefactor=_exp(origin.item(), of_origin),
-        points=points,
-        confidence=confidence,
-        residual=residual.item(),
+        Interval(b, b - of_exponent, b + of_exponent),
+        _exp(origin, error * math.sqrt(1 / points + mean**2 / square)),
+        points,
+        confidence,
+        residual,
         least=min(x),
         largest=max(x),
-        _mean=mean.item(),
-        _square=square.item(),
+        _mean=mean,
+        _square=square,
     )
 
 

@@ -27,8 +27,7 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
 )
 from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, told
-from gnsfast.critical_batch.branches.branch_plan import Plan
-from gnsfast.critical_batch.branches.branch_process import train_job
+from gnsfast.critical_batch.branches.branch_process import Plan, train_job
 from gnsfast.errors import BranchError
 
 FORK = multiprocessing.get_context("fork")

@@ -10,9 +10,14 @@ from gnsfast.critical_batch.branches.branch_rule import (
     smoothed,
     smoothed_std,
 )
-from gnsfast.critical_batch.branches.branches import measure_critical_batch
-from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.branches.repeats import averaged, measure_repeatedly
+from gnsfast.critical_batch.branches.branches import measure_critical_batch, measure_repeatedly
+from gnsfast.critical_batch.branches.measurement import (
+    RESULT,
+    Branch,
+    CriticalBatch,
+    averaged,
+    pooled_factor,
+)
 from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,

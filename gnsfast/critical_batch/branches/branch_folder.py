@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gnsfast.critical_batch.branches.branch_plan import own_settings
-from gnsfast.critical_batch.branches.branch_protocol import BranchRun
+from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch
 from gnsfast.errors import BranchError
 from gnsfast.parallel import first, is_first, meet, process_count

@@ -4,8 +4,9 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,64 @@ def _noise_scale(record: Mapping[str, Any] | None, kind: Scale) -> Estimate | No
     if record is None:
         return None
     return kind(*(math.inf if record[f.name] is None else record[f.name] for f in fields(kind)))
+
+
+def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
+    """Apply the rule to the mean losses of several measurements.
+
+    Each measurement starts from the same checkpoint and trains on other data: restore the same
+    folder, take a stream of another seed, and measure into a new folder. ``loss_std`` of the result
+    is the standard error of the mean, ``statistics.stdev(losses) / sqrt(len(losses))``. It includes
+    what a single measurement cannot know: how much the weights depend on the data that a branch
+    trained on. The result has each k that all measurements trained. A branch that diverged in one
+    of them counts as diverged.
+
+    Args:
+        measurements: at least two, with the same checkpoint and settings.
+
+    Raises:
+        ValueError: for fewer than two measurements, or where a setting differs (the message names
+            it).
+        BranchError: where one of them lacks k = 1.
+
+    >>> import math
+    >>> from dataclasses import replace
+    >>> from gnsfast.critical_batch import Branch, CriticalBatch
+    >>> from gnsfast.critical_batch import averaged
+    >>> one = CriticalBatch(
+    ...     5000, 32, 10, 9000, 0.01, 0.5, "sqrt", "evaluate",
+    ...     branches=(Branch(1.0, 32, 1.0, 2.0, math.nan, 28, 9000),
+    ...               Branch(2.0, 64, 1.4, 2.1, math.nan, 14, 9000)),
+    ... )
+    >>> other = replace(one, branches=tuple(replace(b, loss=b.loss + 0.004) for b in one.branches))
+    >>> [f"{b.loss:.3f} ± {b.loss_std:.3f}" for b in averaged([one, other]).branches]
+    ['2.002 ± 0.002', '2.102 ± 0.002']
+    """
+    if len(measurements) < 2:
+        raise ValueError(
+            f"averaged() needs at least two measurements of one checkpoint, not {len(measurements)}"
+        )
+    first = measurements[0]
+    for other in measurements[1:]:
+        for name in SETTINGS:
+            if (theirs := getattr(other, name)) != (ours := getattr(first, name)):
+                raise ValueError(
+                    f"the measurements differ in {name}: {ours!r} and {theirs!r}. An average needs "
+                    "measurements of one checkpoint with the same settings"
+                )
+    by_k = [{b.k: b for b in m.branches} for m in measurements]
+    shared = [k for k in by_k[0] if all(k in each for each in by_k)]
+    missing = {k: "not trained in every measurement" for each in by_k for k in each}
+    return replace(
+        first,
+        branches=tuple(_mean([each[k] for each in by_k]) for k in shared),
+        missing={k: why for k, why in sorted(missing.items()) if k not in shared},
+    )
+
+
+def _mean(branches: Sequence[Branch]) -> Branch:
+    losses = [b.loss for b in branches]
+    if not all(map(math.isfinite, losses)):
+        return replace(branches[0], loss=math.inf, loss_std=math.nan, state="diverged")
+    error = statistics.stdev(losses) / math.sqrt(len(losses))
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error)
