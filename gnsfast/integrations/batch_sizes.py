@@ -55,21 +55,19 @@ def check(
         )
     planned = round(epochs * samples * s.tokens_per_sample)
     needed = s.total_tokens / (samples * s.tokens_per_sample)
+    steps = math.ceil(needed * math.ceil(samples / s.batch_size))
     slack = (s.sizes[-1] + math.ceil(epochs) * s.samples_at_once) * s.tokens_per_sample
-    if schedule and epochs > 0 and abs(planned - s.total_tokens) > slack:
-        steps = math.ceil(needed * math.ceil(samples / s.batch_size))
+    least, most = planned / 2, 2 * planned
+    if schedule:
+        least, most = planned - slack, planned + slack
+    if epochs > 0 and not least <= s.total_tokens <= most:
+        kind = "schedule" if schedule else "controller"
         raise ValueError(
-            f"the schedule has total_tokens={s.total_tokens:,}, but this training has "
+            f"the {kind} has total_tokens={s.total_tokens:,}, but this training has "
             f"{planned:,}: {epochs:.4g} epochs of {samples:,} samples with "
             f"tokens_per_sample={s.tokens_per_sample:,}. Train {needed:.4g} epochs, which are "
-            f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the schedule "
+            f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the {kind} "
             f"with total_tokens={planned:_}"
-        )
-    if epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
-        raise ValueError(
-            f"the controller has total_tokens={s.total_tokens:,}, but this training has "
-            f"{planned:,}: {epochs:g} epochs of {samples:,} samples with "
-            f"tokens_per_sample={s.tokens_per_sample:,}"
         )
 
 

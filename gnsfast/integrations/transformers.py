@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gnsfast.critical_batch.branches import random_state, set_random_state
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale
@@ -29,6 +28,7 @@ from gnsfast.integrations.token_losses import (
 )
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.integrations.trl_head import measured_head
+from gnsfast.kept import kept_chance
 from gnsfast.noise_scale import Factor, loss_factors
 
 try:
@@ -438,9 +438,9 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
         return
     divided = False
     if items is not None:
-        random, model = random_state({trainer.args.device}), trainer.model_wrapped
+        model = trainer.model_wrapped
         model.eval()  # training_step sets it back
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        with kept_chance(model), torch.no_grad(), trainer.compute_loss_context_manager():
             once, twice = (
                 float(
                     trainer.compute_loss(
@@ -449,7 +449,6 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
                 )
                 for k in (1, 2)
             )
-        set_random_state(random, {trainer.args.device})
         divided = not abs(once - 2 * twice) > 0.02 * abs(once)  # a NaN tells nothing
     if not divided:
         raise ValueError(

@@ -35,7 +35,7 @@ from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback, identity, refuse_undivided
-from gnsfast.kept import kept_state
+from gnsfast.kept import kept_chance, kept_state
 from gnsfast.noise_scale import NoiseScale
 
 FILE, FORMAT = "trainer_run.pt", 2
@@ -251,14 +251,11 @@ class TrainerRun:
             self._return_to(position)
 
     def _evaluate(self) -> float:
-        trainer, random = self.trainer, random_state({self._device})
-        logged = len(trainer.state.log_history)
-        try:
-            with patch.object(trainer.callback_handler, "callbacks", []):
+        trainer = self.trainer
+        logged, handler = [*trainer.state.log_history], trainer.callback_handler
+        with patch.object(handler, "callbacks", []), kept_chance(trainer.model):
+            with patch.object(trainer.state, "log_history", logged):
                 found = trainer.evaluate()
-        finally:
-            del trainer.state.log_history[logged:]
-            set_random_state(random, {self._device})
         if "eval_loss" not in found:
             raise ValueError(
                 f"trainer.evaluate() returned {', '.join(found) or 'nothing'}, but no eval_loss: "

@@ -11,12 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from gnsfast.critical_batch.branches.branch_process import reason_of
+from gnsfast.critical_batch.branches.launcher import pickled
 from gnsfast.errors import BranchError
 from gnsfast.parallel import process_count
 
@@ -76,18 +76,8 @@ class LocalProcesses(ThreadPoolExecutor):
         self._ours, self._held = self._context.Pipe(duplex=False)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:  # type: ignore[override]
-        """Call ``fn`` in a new process.
-
-        Raises:
-            ValueError: for what cannot be pickled, so that no new process could call it.
-        """
-        try:
-            ForkingPickler.dumps((fn, args))
-        except Exception as error:
-            raise ValueError(
-                "other processes call make_run, so it must be a function at the top level of a "
-                f"module ({error})"
-            ) from error
+        """Call ``fn`` in a new process. What cannot be pickled is a ValueError."""
+        pickled(fn, args)
         return super().submit(self._call, fn, *args)
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:

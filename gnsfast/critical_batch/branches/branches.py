@@ -126,7 +126,22 @@ def measure_critical_batch(
         if not noise_scale:
             raise ValueError("factor needs the noise scale: leave out noise_scale=False")
     here = run is not None and not (integer("workers", workers, 0) or executor)
-    _check_processes(run, make_run, here, workers, executor, launcher)
+    if workers and executor is not None:
+        raise ValueError("workers and executor exclude each other: pass one of them")
+    if launcher is not None and run is not None:
+        raise ValueError(
+            "launcher needs run=None, because each launched process makes its own run by make_run()"
+        )
+    if not here and make_run is None:
+        raise ValueError(
+            "workers, executor, launcher and run=None need make_run=..., a function that returns "
+            "the run in another process"
+        )
+    if not here and process_count() > 1:
+        raise ValueError(
+            f"this run has {process_count()} processes, which train its branches together: leave "
+            "out workers, executor and launcher"
+        )
     if run is not None:
         plan.settings(run)  # raises before anything is written
     files = BranchFolder(Path(folder).absolute())
@@ -177,33 +192,6 @@ def _refuse_unmeasured(factor: str, scales: dict[str, Any]) -> None:
         "torch.optim.Muon, sign for any other optimizer, and adam too for an Adam or AdamW that "
         "has stepped."
     )
-
-
-def _check_processes(
-    run: BranchRun | None,
-    make_run: Callable[[], BranchRun] | None,
-    here: bool,
-    workers: int,
-    executor: Submits | None,
-    launcher: str | None,
-) -> None:
-    """Raise ValueError where it is not clear which processes make the run and train."""
-    if workers and executor is not None:
-        raise ValueError("workers and executor exclude each other: pass one of them")
-    if launcher is not None and run is not None:
-        raise ValueError(
-            "launcher needs run=None, because each launched process makes its own run by make_run()"
-        )
-    if not here and make_run is None:
-        raise ValueError(
-            "workers, executor, launcher and run=None need make_run=..., a function that returns "
-            "the run in another process"
-        )
-    if not here and process_count() > 1:
-        raise ValueError(
-            f"this run has {process_count()} processes, which train its branches together: leave "
-            "out workers, executor and launcher"
-        )
 
 
 def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> dict[str, Any]:

@@ -66,15 +66,25 @@ def launch(command: str | None, folder: BranchFolder, work: Callable[..., Any], 
 
 def _packed(work: Callable[..., Any], args: tuple[Any, ...], result: Path) -> str:
     """The work as an argument of a command, and the path that it is imported by."""
-    try:
-        job = pickle.dumps((work, args, result))
-    except Exception as error:
-        raise ValueError(
-            f"make_run must be a function at the top level of a module ({error})"
-        ) from error
+    job = pickled(work, args, result)
     if b"__main__" in job:
         raise ValueError(
             "other processes call make_run, and they cannot import it from the script that runs: "
             "move make_run into a module, and import it from there"
         )
     return base64.b64encode(pickle.dumps((sys.path, job))).decode()
+
+
+def pickled(*what: Any) -> bytes:
+    """What another process is to do.
+
+    Raises:
+        ValueError: for what cannot be pickled, so that no other process could call it.
+    """
+    try:
+        return pickle.dumps(what)
+    except Exception as error:
+        raise ValueError(
+            "other processes call make_run, so make_run must be a function at the top level of a "
+            f"module ({error})"
+        ) from error

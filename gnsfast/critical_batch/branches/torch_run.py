@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from gnsfast.critical_batch.branches.training_state import (
 from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
-from gnsfast.kept import kept
+from gnsfast.kept import kept, kept_chance
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import find_processes, fsdp_degrees, mean, process_count
 
@@ -335,13 +335,11 @@ class TorchRun:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Restore the run afterwards to its state before the block."""
-        stream, random = copy.deepcopy(self.stream.state_dict()), random_state(self._devices())
-        try:
+        stream = copy.deepcopy(self.stream.state_dict())
+        with kept_chance(self.model), ExitStack() as stack:
+            stack.callback(self.stream.load_state_dict, stream)
             with kept(self.model):
                 yield
-        finally:
-            self.stream.load_state_dict(stream)
-            set_random_state(random, self._devices())
 
 
 def _data_parallel(model: nn.Module) -> int:
