@@ -25,7 +25,7 @@ except ImportError:
             "gnsfast.integrations.lightning needs Lightning: pip install lightning"
         ) from e
 
-__all__ = ["STRATEGIES", "Callback", "GNSMonitor"]
+__all__ = ["Callback", "GNSMonitor", "is_measured"]
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
@@ -214,6 +214,12 @@ class GNSMonitor(Measuring, Callback):
         return int(first.shape[0])
 
 
+def is_measured(strategy: Any) -> bool:
+    """Whether a strategy, of either package, leaves accumulation and gradients to the loop."""
+    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}
+    return bool(known) and not strategy.handles_gradient_accumulation
+
+
 def _refuse(trainer: Any, pl_module: Any) -> None:
     """Raise for what cannot be measured."""
     strategy = trainer.strategy
@@ -232,8 +238,7 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
             "GNSMonitor does not support torch.optim.LBFGS, which calls its closure (a forward and "
             "a backward pass) several times per step: use an optimizer that calls it once"
         )
-    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
-    if not known or strategy.handles_gradient_accumulation:
+    if not is_measured(strategy):
         raise NotImplementedError(
             f"GNSMonitor does not support {type(strategy).__name__}. Use one device, "
             "strategy='ddp', or FSDP 2: strategy=ModelParallelStrategy(data_parallel_size=..., "

@@ -5,7 +5,7 @@ before its first step, and its micro-batches are read from any position of its d
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches import (
     BranchStep,
-    other_buffers,
+    load_state,
     random_state,
     set_random_state,
+    state_of,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
@@ -185,9 +186,7 @@ class TrainerRun:
         scaler = trainer.accelerator.scaler
         state = {
             **self._identity(),
-            "model": trainer.model.state_dict(),
-            "buffers": other_buffers(trainer.model),
-            "optimizer": trainer.optimizer.state_dict(),
+            **state_of(trainer.model, trainer.optimizer),
             "scaler": None if scaler is None else scaler.state_dict(),
             "lag": self._lag.as_integer_ratio(),
             "skipped": self._skipped,
@@ -211,11 +210,7 @@ class TrainerRun:
                     "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
-        trainer.model.load_state_dict(state["model"])
-        with torch.no_grad():
-            for name, buffer in other_buffers(trainer.model).items():
-                buffer.copy_(state["buffers"][name])
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        load_state(trainer.model, trainer.optimizer, state)
         if state["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         trainer.model_wrapped.zero_grad()
@@ -507,7 +502,7 @@ class TrainerBatches:
         if before:
             set_random_state(before["before_order"], {self.device})
             skipping, ahead = loader.batch_sampler, before["before_ahead"]
-            skipping.batch_sampler = _SetsState(skipping.batch_sampler, taken, ahead, self.device)
+            skipping.batch_sampler = _setting(skipping.batch_sampler, taken, ahead, self.device)
         self._start(loader)
         self._before_ahead = before.get("before_ahead", self._before_ahead)
 
@@ -552,23 +547,14 @@ class TrainerBatches:
         return state
 
 
-class _SetsState(BatchSampler):
-    """Sets the generators when the order is drawn, and just before a micro-batch is fetched."""
-
-    def __init__(
-        self, batch_sampler: BatchSampler, index: int, state: dict[str, Any], device: torch.device
-    ) -> None:
-        self.batch_sampler, self.index = batch_sampler, index
-        self.state, self.device = state, device
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for k, indices in enumerate(self.batch_sampler):
-            if k == self.index:
-                set_random_state(self.state, {self.device})
-            yield indices
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
+def _setting(
+    batches: Iterable[list[int]], index: int, state: dict[str, Any], device: torch.device
+) -> Iterator[list[int]]:
+    """The batches of an order, with the generators set just before one of them is fetched."""
+    for k, indices in enumerate(batches):
+        if k == index:
+            set_random_state(state, {device})
+        yield indices
 
 
 def _refuse_data(loader: Any) -> None:

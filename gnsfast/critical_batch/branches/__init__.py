@@ -20,9 +20,10 @@ from gnsfast.critical_batch.branches.measurement import (
 )
 from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
-    other_buffers,
+    load_state,
     random_state,
     set_random_state,
+    state_of,
 )
 
 __all__ = [
@@ -36,14 +37,15 @@ __all__ = [
     "TorchRun",
     "averaged",
     "check_grid",
+    "load_state",
     "matching",
     "measure_critical_batch",
     "measure_repeatedly",
-    "other_buffers",
     "pooled_factor",
     "random_state",
     "reason_of",
     "set_random_state",
     "smoothed",
     "smoothed_std",
+    "state_of",
 ]

@@ -15,11 +15,12 @@ from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches.training_state import (
     load_sharded,
-    other_buffers,
+    load_state,
     random_state,
     read_own,
     save_sharded,
     set_random_state,
+    state_of,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
@@ -255,12 +256,7 @@ class TorchRun:
         if process_count() > 1:
             save_sharded(Path(folder), self.model, self.optimizer, own)
             return
-        together = {
-            "model": self.model.state_dict(),
-            "buffers": other_buffers(self.model),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(own | together, Path(folder) / FILE)
+        torch.save(own | state_of(self.model, self.optimizer), Path(folder) / FILE)
 
     def restore(self, folder: Path) -> None:
         """Load what ``save`` wrote.
@@ -285,12 +281,7 @@ class TorchRun:
         if process_count() > 1:
             load_sharded(Path(folder), self.model, self.optimizer, state)
         else:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if name in state["buffers"]:
-                    buffer.copy_(state["buffers"][name])
+            load_state(self.model, self.optimizer, state)
         self._zero_grad()
         self.stream.load_state_dict(state["stream"])
         if self.gns is not None:

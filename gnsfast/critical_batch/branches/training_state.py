@@ -65,10 +65,21 @@ def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
     return sorted(found, key=lambda device: device.index)
 
 
-def other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` does not include."""
-    saved = model.state_dict().keys()
-    return {name: b for name, b in model.named_buffers() if name not in saved}
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of both, with the buffers that the model's ``state_dict`` does not include."""
+    saved = model.state_dict()
+    others = {name: b for name, b in model.named_buffers() if name not in saved}
+    return {"model": saved, "buffers": others, "optimizer": optimizer.state_dict()}
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what ``state_of`` returned."""
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in state["buffers"] or name not in state["model"]:
+                buffer.copy_(state["buffers"][name])
 
 
 SHARED, MODEL, OPTIMIZER = "shared", "model.", "optimizer."
@@ -101,7 +112,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict
 
 
 def read_own(folder: Path) -> dict[str, Any]:
-    """Read what ``save`` wrote for this process alone.
+    """Read what ``save_sharded`` wrote for this process alone.
 
     Raises:
         ValueError: where another number of processes wrote the folder.
@@ -117,7 +128,7 @@ def read_own(folder: Path) -> dict[str, Any]:
 
 
 def load_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]) -> None:
-    """Load what ``save`` wrote into model and optimizer, but for the buffers."""
+    """Load what ``save_sharded`` wrote."""
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.state_dict_loader import load as load_together
 
@@ -133,8 +144,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict
         tensors[key] = _target(about, parameters[int(index)])
         of_optimizer["state"][int(index)][name] = tensors[key]
     load_together(tensors, checkpoint_id=folder / SHARED)
-    model.load_state_dict(of_model)
-    optimizer.load_state_dict(of_optimizer)
+    load_state(model, optimizer, own | {"model": of_model, "optimizer": of_optimizer})
 
 
 def _target(about: Any, parameter: Tensor) -> Tensor:
