@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.integrations.measuring import Measuring
 from gnsfast.integrations.trackers import Tracker

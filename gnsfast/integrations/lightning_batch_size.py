@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
 from gnsfast.integrations.lightning import Callback, GNSMonitor, is_measured
 

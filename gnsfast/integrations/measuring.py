@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gnsfast.critical_batch import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.trackers import metrics

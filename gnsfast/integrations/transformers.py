@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.integrations.measuring import Measuring

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.arguments import integer
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.critical_batch.branches import (
     BranchStep,
     load_state,
@@ -33,7 +34,6 @@ from gnsfast.critical_batch.branches import (
     state_of,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback, identity, refuse_undivided
 from gnsfast.kept import kept_chance, kept_state

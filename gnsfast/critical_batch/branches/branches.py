@@ -32,7 +32,7 @@ from gnsfast.critical_batch.branches.measurement import (
     noise_scale_records,
     noise_scales_from_record,
 )
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import METRICS
 from gnsfast.parallel import first, process_count

@@ -12,8 +12,7 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
-from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
 from gnsfast.interval import Interval
 from gnsfast.noise_scale import (
     METRICS,

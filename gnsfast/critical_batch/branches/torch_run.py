@@ -22,8 +22,8 @@ from gnsfast.critical_batch.branches.training_state import (
     set_random_state,
     state_of,
 )
+from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.critical_batch.rules import Rules, set_lr
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept, kept_chance
 from gnsfast.noise_scale import NoiseScale

@@ -14,8 +14,8 @@ import torch
 from gnsfast.arguments import finite_or_none, finite_or_text, whole_number
 from gnsfast.counts import exact_count
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
+from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.critical_batch.rules import Rules
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.critical_batch.schedule import BatchSizeSchedule
 from gnsfast.interval import NOT_KNOWN, Interval
 from gnsfast.noise_scale import NoiseScale

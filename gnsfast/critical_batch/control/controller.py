@@ -14,8 +14,7 @@ from gnsfast.critical_batch.control.changing import (
     Settings,
     micro_batch_of,
 )
-from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
 from gnsfast.interval import NOT_KNOWN, Interval
 from gnsfast.noise_scale import (
     METRICS,
