@@ -167,18 +167,9 @@ def _cross_entropy(
         return None
     targets = targets.to(logits.device)
     rows = logits.reshape(-1, logits.shape[-1]).split(ROWS)
-    each_N = torch.cat(
-        [
-            F.cross_entropy(
-                rows_NV.float(),
-                targets_N,
-                ignore_index=IGNORED,
-                reduction="none",
-                label_smoothing=smoothing,
-            )
-            for rows_NV, targets_N in zip(rows, targets.reshape(-1).split(ROWS))
-        ]
-    )
+    options: Any = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": smoothing}
+    pieces = zip(rows, targets.reshape(-1).split(ROWS))
+    each_N = torch.cat([F.cross_entropy(x_NV.float(), t_N, **options) for x_NV, t_N in pieces])
     total_B = each_N.double().reshape(len(targets), -1).sum(1)
     count_B = (targets != IGNORED).reshape(len(targets), -1).sum(1)
     mean_B = total_B / count_B  # NaN for a sample without labels

@@ -415,10 +415,11 @@ def _refuse(trainer: Any) -> None:
 
 
 def _refuse_begun(trainer: Any, loader: Any) -> None:
-    """Raise for what shows only after the set-up."""
+    """Raise for what shows only after the set-up: also data whose position cannot be restored."""
     reason, optimizer = None, trainer.optimizer.optimizer
     name, kind = type(optimizer).__name__, trainer.args.optim
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler, batches = getattr(batch_sampler, "sampler", None), type(batch_sampler).__name__
     unseeded = isinstance(sampler, (RandomSampler, LengthGroupedSampler)) and not isinstance(
         sampler, SeedableRandomSampler
     )
@@ -439,8 +440,29 @@ def _refuse_begun(trainer: Any, loader: Any) -> None:
             "branch the run from its start, or train with use_seedable_sampler in "
             "accelerator_config and without grouping by length"
         )
+    elif isinstance(getattr(loader, "dataset", None), IterableDataset):
+        reason = "an IterableDataset, which has no position: use a dataset with a length"
+    elif type(loader) is not DataLoaderShard:
+        reason = (
+            f"a get_train_dataloader() that returns a {type(loader).__name__}: return "
+            "self.accelerator.prepare(DataLoader(...)), as Trainer does"
+        )
+    elif batches != "BatchSampler":
+        reason = (
+            f"a {batches} in the data loader, because its batches may differ in size: remove it"
+        )
+    elif loader.persistent_workers:
+        reason = (
+            "dataloader_persistent_workers, which draw random numbers in the first epoch only: set "
+            "dataloader_persistent_workers=False"
+        )
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")
+    if len(loader) == 0:
+        raise ValueError(
+            f"TrainerRun: the dataset of {len(loader.dataset)} samples has no full micro-batch, "
+            "and dataloader_drop_last drops the rest: use a smaller per_device_train_batch_size"
+        )
 
 
 class TrainerBatches:
@@ -458,13 +480,9 @@ class TrainerBatches:
     Args:
         loader: what ``trainer.get_train_dataloader()`` returned.
         device: ``trainer.args.device``, whose generator is saved too.
-
-    Raises:
-        NotImplementedError: for data without a position, for micro-batches of unequal sizes.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
-        _refuse_data(loader)
         self.loader, self.device = loader, device
         self.sampler = loader.batch_sampler.sampler
         self.micro_batch: int = loader.batch_sampler.batch_size
@@ -555,30 +573,3 @@ def _setting(
         if k == index:
             set_random_state(state, {device})
         yield indices
-
-
-def _refuse_data(loader: Any) -> None:
-    """Raise for data whose position cannot be restored."""
-    reason = None
-    kind = type(getattr(loader, "batch_sampler", None)).__name__
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        reason = "an IterableDataset, which has no position: use a dataset with a length"
-    elif type(loader) is not DataLoaderShard:
-        reason = (
-            f"a get_train_dataloader() that returns a {type(loader).__name__}: return "
-            "self.accelerator.prepare(DataLoader(...)), as Trainer does"
-        )
-    elif kind != "BatchSampler":
-        reason = f"a {kind} in the data loader, because its batches may differ in size: remove it"
-    elif loader.persistent_workers:
-        reason = (
-            "dataloader_persistent_workers, which draw random numbers in the first epoch only: set "
-            "dataloader_persistent_workers=False"
-        )
-    if reason is not None:
-        raise NotImplementedError(f"TrainerRun does not support {reason}")
-    if len(loader) == 0:
-        raise ValueError(
-            f"TrainerRun: the dataset of {len(loader.dataset)} samples has no full micro-batch, "
-            "and dataloader_drop_last drops the rest: use a smaller per_device_train_batch_size"
-        )

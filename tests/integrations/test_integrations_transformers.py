@@ -13,6 +13,7 @@ from processes import spawn
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast.integrations import measuring
 from gnsfast.integrations.transformers import GNSCallback
 
 V, T, N, STEPS = 23, 9, 4, 12
@@ -220,11 +221,22 @@ def test_model_that_ignores_num_items(tmp_path: Path) -> None:
     assert [step for step, _ in lines.seen] == [STEPS // 2, STEPS]
     check(lines.seen[1][1], truth)
     assert lines.seen[1][1]["tokens"] == len(data) * T
+    assert "loss" in lines.seen[1][1]
     assert lines.seen[1][1]["gns/layer/head"] == pytest.approx(
         truth.per_module["head"].noise_scale, rel=1e-5
     )
     for (_, seen), entry in zip(lines.seen, trainer.state.log_history):
         assert seen.items() <= entry.items()
+
+
+def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parts of samples, in every training once."""
+    seen: list[Any] = []
+    monkeypatch.setattr(measuring, "refuse_parts", seen.append)
+    callback = GNSCallback()
+    for trainings in (1, 2):
+        trainer_of(Plain(), samples(2 * STEPS * N), tmp_path, callback).train()
+        assert len(seen) == trainings and "input_ids" in seen[-1]
 
 
 class Lines:

@@ -352,15 +352,10 @@ def pooled_factor(
         f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
         for r, m in zip(ratios, measurements)
     )
-    return CriticalBatchFactor(
-        math.exp(math.fsum(logs) / len(logs)),
-        min(lower for _, lower, _ in ratios),
-        max(upper for _, _, upper in ratios),
-        metric,
-        f"branches: {each}",
-        measurements[0].run,
-        tuple(m.tokens for m in measurements),
-    )
+    ends = min(ratio.lower for ratio in ratios), max(ratio.upper for ratio in ratios)
+    run, tokens = measurements[0].run, tuple(m.tokens for m in measurements)
+    value = math.exp(math.fsum(logs) / len(logs))
+    return CriticalBatchFactor(value, *ends, metric, f"branches: {each}", run, tokens)
 
 
 def null_to_nan(x: float | None) -> float:

@@ -99,14 +99,11 @@ class Settings:
 class ScheduleSettings(Settings):
     """The settings of ``ScheduledBatchSize``."""
 
-    thresholds: tuple[tuple[int, int], ...]
+    thresholds: list[list[int]]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(sorted({size for _, size in self.thresholds}))
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self) | {"thresholds": [list(entry) for entry in self.thresholds]}
 
 
 def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None) -> int:
@@ -324,15 +321,8 @@ class ChangingBatchSize(ABC):
     ) -> Decision:
         """Change to the batch size ``new``, which may be the present one, and note why."""
         old, self.batch_size = self.batch_size, new
-        decision = Decision(
-            *(self.tokens, phase, old, new),
-            lr_factor=self.settings.rules.lr_factor(new / old),
-            estimate=critical.value,
-            lower=critical.lower,
-            upper=critical.upper,
-            reason=reason,
-            warning=warning,
-        )
+        lr_factor = self.settings.rules.lr_factor(new / old)
+        decision = Decision(self.tokens, phase, old, new, lr_factor, *critical, reason, warning)
         self.decisions.append(decision)
         return decision
 
@@ -382,7 +372,7 @@ class ScheduledBatchSize(ChangingBatchSize):
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
-        thresholds = tuple((int(tokens), size) for tokens, size in schedule.thresholds)
+        thresholds = [[int(tokens), size] for tokens, size in schedule.thresholds]
         super().__init__(
             ScheduleSettings(
                 batch_size=thresholds[0][1],
@@ -421,5 +411,5 @@ class ScheduledBatchSize(ChangingBatchSize):
     def next_size(self, tokens: int) -> int:
         return self._due(tokens)[1]
 
-    def _due(self, tokens: int) -> tuple[int, int]:
+    def _due(self, tokens: int) -> list[int]:
         return [entry for entry in self.settings.thresholds if entry[0] <= tokens][-1]
