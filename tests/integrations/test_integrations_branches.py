@@ -243,3 +243,23 @@ def test_a_subclass_reads_the_accumulation_of_a_branch(
     list(run.train(6 * T, batch_size=6, lr_factor=1.0))
     assert seen == [6 // run.batch_multiple] * (6 // run.batch_multiple) != [own]
     assert args.gradient_accumulation_steps == own
+
+
+class Evaluations(hf.TrainerCallback):
+    """Counts them, as a callback of the user's may."""
+
+    seen = 0
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += 1
+
+
+def test_evaluations_of_a_run_are_not_those_of_training(tmp_path: Path) -> None:
+    """No callback hears of them, and no log holds them."""
+    callback = Evaluations()
+    run = run_of(tmp_path, callbacks=[callback], eval_dataset=samples(4))
+    assert run.evaluate is not None
+    run.evaluate()
+    assert callback.seen == 0 and run.trainer.state.log_history == []
+    run.trainer.evaluate()
+    assert callback.seen == 1 and len(run.trainer.state.log_history) == 1
