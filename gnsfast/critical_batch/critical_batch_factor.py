@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnsfast.arguments import check_choice
+from gnsfast.arguments import check_choice, check_format
 from gnsfast.noise_scale import METRICS
 from gnsfast.parallel import parameters_at_rest
 
@@ -171,13 +171,7 @@ class CriticalBatchFactor:
             found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as e:
             raise ValueError(f"{path} is not JSON: {e}") from e
-        if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise ValueError(f"{path} is JSON, but not a {KIND}")
-        if found.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} has format {found.get('format')!r}, but this version of gnsfast reads "
-                f"format {FORMAT}"
-            )
+        check_format(path, found, KIND, FORMAT)
         if "run" not in found:
             warnings.warn(
                 f"{path} does not say which run its factor was measured in, because an older "

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from gnsfast.arguments import check_format
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch
 from gnsfast.errors import BranchError
@@ -130,11 +131,7 @@ class BranchFolder:
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         there = _read_object(saved := self.path / SETTINGS)
-        if there.get("kind") != KIND or there.get("format") != FORMAT:
-            raise ValueError(
-                f"{saved} has format {there.get('format')!r}, but this version of gnsfast reads "
-                f"format {FORMAT}: name a new folder"
-            )
+        check_format(saved, there, KIND, FORMAT, ": name a new folder")
         other = [
             f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
             for name, value in settings.items()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gnsfast.arguments import check_choice, finite_or_none
+from gnsfast.arguments import check_choice, check_format, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
 from gnsfast.interval import Interval
@@ -228,8 +228,7 @@ class CriticalBatch:
         Raises:
             ValueError: for a record of another kind or format.
         """
-        if record.get("kind") != KIND or record.get("format") != FORMAT:
-            raise ValueError(f"not a {KIND!r} record of format {FORMAT}")
+        check_format("the record", record, KIND, FORMAT)
         return CriticalBatch(
             **{name: record[name] for name in (*SETTINGS, "noise_scale_reason")},
             branches=tuple(map(Branch.from_record, record["branches"])),

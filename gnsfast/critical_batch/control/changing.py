@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gnsfast.arguments import finite_or_none, finite_or_text, whole_number
+from gnsfast.arguments import check_format, finite_or_none, finite_or_text, whole_number
 from gnsfast.counts import exact_count
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
 from gnsfast.critical_batch.critical_batch_factor import RunIdentity
@@ -285,11 +285,7 @@ class ChangingBatchSize(ABC):
                 kind or format, or with a batch size that these processes and micro-batches cannot
                 divide.
         """
-        if state.get("kind") != self.KIND or state.get("format") != self.FORMAT:
-            raise ValueError(
-                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}, but this "
-                f"version of gnsfast reads a {self.KIND!r} of format {self.FORMAT}"
-            )
+        check_format("the state", state, self.KIND, self.FORMAT)
         self.settings.check_saved(state["settings"], change)
         self.settings.check_size(state["batch_size"])
         self.batch_size, self.tokens = state["batch_size"], state["tokens"]
