@@ -272,16 +272,14 @@ class CriticalBatch:
 
     def summary(self) -> str:
         """The result in a few lines, without the table."""
+        note = "for a lower bound, measure a smaller k too"
         if self.resolved:
-            value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
-            size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
+            note = "about " + (f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}")
         elif self.lower > 0:
-            size = (
-                f"at least {self.lower:,.0f} samples (for an upper bound, measure a larger k too)"
-            )
-        elif math.isfinite(self.upper):
-            size = f"at most {self.upper:,.0f} samples (for a lower bound, measure a smaller k too)"
-        else:
+            note = "for an upper bound, measure a larger k too"
+        ends = Interval(self.value, self.lower, self.upper).ends("{:,.0f}".format)
+        size = f"{ends} samples ({note})"
+        if not ends:
             size = "unknown, because a single branch has nothing to be compared with"
         what = "evaluation loss" if self.loss == "evaluate" else "training loss"
         lines = [
