@@ -3,16 +3,14 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision, ScheduledBatchSize
 from gnsfast.critical_batch.rules import set_lr
-
-LOG = logging.getLogger("gnsfast")
-"""Decisions are logged with the level INFO, and warnings as such."""
+from gnsfast.integrations.measuring import LOG, Measuring
 
 
 def check(
@@ -71,6 +69,15 @@ def check(
         )
 
 
+def check_callbacks(gns: Measuring, callbacks: Sequence[Any]) -> None:
+    """Raise ValueError where the callback that measures does not hear of the training."""
+    if gns not in callbacks:
+        raise ValueError(
+            f"the {type(gns).__name__} is not among the Trainer's callbacks: pass "
+            "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
+        )
+
+
 def start(controller: ChangingBatchSize, saved: dict[str, Any] | None) -> None:
     """Continue from the state of a checkpoint, or check that the controller is new."""
     if saved is not None:
@@ -91,7 +98,9 @@ def set_learning_rates(scheduler: LambdaLR, factor: float) -> None:
 
 
 def say(decision: Decision, tracker: Any) -> None:
-    """Log a decision's words, and record it where the tracker takes records."""
+    """Log a decision's words with the level INFO, or WARNING, and record it where the tracker
+    takes records.
+    """
     level = logging.WARNING if decision.warning else logging.INFO
     LOG.log(level, "%s tokens: %s", f"{decision.tokens:,}", decision.reason)
     record = getattr(tracker, "record", None)

@@ -222,25 +222,25 @@ def is_measured(strategy: Any) -> bool:
 
 def _refuse(trainer: Any, pl_module: Any) -> None:
     """Raise for what cannot be measured."""
-    strategy = trainer.strategy
+    reason = None
     if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
-        raise NotImplementedError(
-            "GNSMonitor does not support a second GNSMonitor in one Trainer: remove one of them"
+        reason = "a second GNSMonitor in one Trainer: remove one of them"
+    elif not pl_module.automatic_optimization:
+        reason = (
+            "manual optimization: make a gns = gnsfast.GradientNoiseScale(model) instead. In "
+            "training_step, put gns.microbatch(n) around forward and manual_backward, and call "
+            "gns.update() before clipping"
         )
-    if not pl_module.automatic_optimization:
-        raise NotImplementedError(
-            "GNSMonitor does not support manual optimization: make a gns = "
-            "gnsfast.GradientNoiseScale(model) instead. In training_step, put gns.microbatch(n) "
-            "around forward and manual_backward, and call gns.update() before clipping"
+    elif any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        reason = (
+            "torch.optim.LBFGS, which calls its closure (a forward and a backward pass) several "
+            "times per step: use an optimizer that calls it once"
         )
-    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise NotImplementedError(
-            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure (a forward and "
-            "a backward pass) several times per step: use an optimizer that calls it once"
+    elif not is_measured(trainer.strategy):
+        reason = (
+            f"{type(trainer.strategy).__name__}. Use one device, strategy='ddp', or FSDP 2: "
+            "strategy=ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1), with "
+            "fully_shard in configure_model"
         )
-    if not is_measured(strategy):
-        raise NotImplementedError(
-            f"GNSMonitor does not support {type(strategy).__name__}. Use one device, "
-            "strategy='ddp', or FSDP 2: strategy=ModelParallelStrategy(data_parallel_size=..., "
-            "tensor_parallel_size=1), with fully_shard in configure_model"
-        )
+    if reason is not None:
+        raise NotImplementedError(f"GNSMonitor does not support {reason}")

@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
-from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
+from gnsfast.integrations.batch_sizes import check, check_callbacks, say, set_learning_rates, start
 from gnsfast.integrations.lightning import Callback, GNSMonitor, is_measured
 
 CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
@@ -150,11 +150,7 @@ class BatchSizeCallback(Callback):
     def _check(self, trainer: Any) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
         s = self.controller.settings
-        if self.gns not in trainer.callbacks:
-            raise ValueError(
-                "the GNSMonitor is not among the Trainer's callbacks: pass "
-                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
-            )
+        check_callbacks(self.gns, trainer.callbacks)
         if self.controller.scheduled:
             raise ValueError(
                 "BatchSizeCallback multiplies the learning rate by the growth, and "
