@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a critical batch size by training branches of a run."""
 
+from gnsfast.critical_batch.branches.branch_executors import reason_of
 from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
-from gnsfast.critical_batch.branches.branch_process import reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
     check_grid,
@@ -18,8 +18,8 @@ from gnsfast.critical_batch.branches.measurement import (
     averaged,
     pooled_factor,
 )
-from gnsfast.critical_batch.branches.torch_run import TorchRun
-from gnsfast.critical_batch.branches.training_state import (
+from gnsfast.critical_batch.branches.torch_run import (
+    TorchRun,
     load_state,
     random_state,
     set_random_state,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gnsfast.arguments import check_choice, finite_or_none, integer
+from gnsfast.critical_batch.branches.branch_executors import reason_of
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder, line_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.branch_rule import (
@@ -155,11 +156,3 @@ def train_job(
     except Exception as error:
         folder.fail(branch.k, reason_of(error), traceback.format_exc())
         raise
-
-
-def reason_of(error: BaseException) -> str:
-    """An exception in one line, with its type unless gnsfast worded the message itself."""
-    said, kind = str(error).partition("\n")[0], type(error).__name__
-    if isinstance(error, BranchError | ValueError):
-        return said or kind
-    return f"{kind}: {said}" if said else kind

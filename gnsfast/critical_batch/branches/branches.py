@@ -17,13 +17,13 @@ from gnsfast.critical_batch.branches.branch_executors import (
     LocalProcesses,
     Submits,
     ended,
+    launch,
     told,
 )
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Plan, train_job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
-from gnsfast.critical_batch.branches.launcher import launch
 from gnsfast.critical_batch.branches.measurement import (
     SETTINGS,
     Branch,
