@@ -10,7 +10,7 @@ PAGE = Path(__file__).with_suffix(".md")
 TEXT = """# Rules and laws
 
 `python docs/rules.py` writes this page from `gnsfast/critical_batch/rules.py` and
-`gnsfast/critical_batch/laws/published.py`; a test compares them.
+`gnsfast/critical_batch/laws.py`; a test compares them.
 
 ## How hyperparameters follow a batch that grows by k
 

@@ -3,7 +3,7 @@
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -49,6 +49,16 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
         *others, last = map(repr, words)
         choice = f"{', '.join(others)} or {last}" if others else last
         raise ValueError(f"{name} must be {choice}, not {value!r}")
+
+
+def check_format(what: Any, record: Any, kind: str, format: int, remedy: str = "") -> None:
+    """Raise ValueError for a JSON object of another kind or format."""
+    found = record if isinstance(record, Mapping) else {}
+    if (found.get("kind"), found.get("format")) != (kind, format):
+        raise ValueError(
+            f"{what} is a {found.get('kind')!r} of format {found.get('format')!r}, but this "
+            f"version of gnsfast reads a {kind!r} of format {format}{remedy}"
+        )
 
 
 def finite_or_none(value: Any) -> Any:

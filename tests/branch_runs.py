@@ -106,6 +106,10 @@ class Waiting(ScriptedRun):
         yield BranchStep(0, 0.0)
 
 
+def wait_forever() -> None:
+    next(Waiting().train(10, batch_size=8, lr_factor=1.0))
+
+
 class Stream:
     """Samples from Python's and torch's global generators, and a position."""
 

@@ -15,7 +15,7 @@ from gnsfast.interval import Interval
 
 DOUBLINGS = range(-3, 4)
 ZHANG_OPTIMAL = 256 * 512
-"""Tokens of B_opt in Zhang et al.'s rule (``laws.costs.twenty_percent``)."""
+"""Tokens of B_opt in Zhang et al.'s rule (``laws.twenty_percent``)."""
 LEAST_POINTS = 3
 """The fewest measurements from which a fit has an interval."""
 CONTEXT = 4096

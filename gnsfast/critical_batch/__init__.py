@@ -30,7 +30,7 @@ from gnsfast.critical_batch.control import (
     ScheduledBatchSize,
     token_schedules,
 )
-from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
 from gnsfast.critical_batch.laws import (
     BatchSizeSchedule,
     Cost,
@@ -40,7 +40,6 @@ from gnsfast.critical_batch.laws import (
     trade_off,
 )
 from gnsfast.critical_batch.rules import RULES, Rule, Rules
-from gnsfast.critical_batch.run_identity import RunIdentity
 
 __all__ = [
     "BatchSizeController",

@@ -3,16 +3,14 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision, ScheduledBatchSize
 from gnsfast.critical_batch.rules import set_lr
-
-LOG = logging.getLogger("gnsfast")
-"""Decisions are logged with the level INFO, and warnings as such."""
+from gnsfast.integrations.measuring import LOG, Measuring
 
 
 def check(
@@ -55,21 +53,28 @@ def check(
         )
     planned = round(epochs * samples * s.tokens_per_sample)
     needed = s.total_tokens / (samples * s.tokens_per_sample)
+    steps = math.ceil(needed * math.ceil(samples / s.batch_size))
     slack = (s.sizes[-1] + math.ceil(epochs) * s.samples_at_once) * s.tokens_per_sample
-    if schedule and epochs > 0 and abs(planned - s.total_tokens) > slack:
-        steps = math.ceil(needed * math.ceil(samples / s.batch_size))
+    least, most = planned / 2, 2 * planned
+    if schedule:
+        least, most = planned - slack, planned + slack
+    if epochs > 0 and not least <= s.total_tokens <= most:
+        kind = "schedule" if schedule else "controller"
         raise ValueError(
-            f"the schedule has total_tokens={s.total_tokens:,}, but this training has "
+            f"the {kind} has total_tokens={s.total_tokens:,}, but this training has "
             f"{planned:,}: {epochs:.4g} epochs of {samples:,} samples with "
             f"tokens_per_sample={s.tokens_per_sample:,}. Train {needed:.4g} epochs, which are "
-            f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the schedule "
+            f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the {kind} "
             f"with total_tokens={planned:_}"
         )
-    if epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
+
+
+def check_callbacks(gns: Measuring, callbacks: Sequence[Any]) -> None:
+    """Raise ValueError where the callback that measures does not hear of the training."""
+    if gns not in callbacks:
         raise ValueError(
-            f"the controller has total_tokens={s.total_tokens:,}, but this training has "
-            f"{planned:,}: {epochs:g} epochs of {samples:,} samples with "
-            f"tokens_per_sample={s.tokens_per_sample:,}"
+            f"the {type(gns).__name__} is not among the Trainer's callbacks: pass "
+            "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
         )
 
 
@@ -93,7 +98,9 @@ def set_learning_rates(scheduler: LambdaLR, factor: float) -> None:
 
 
 def say(decision: Decision, tracker: Any) -> None:
-    """Log a decision's words, and record it where the tracker takes records."""
+    """Log a decision's words with the level INFO, or WARNING, and record it where the tracker
+    takes records.
+    """
     level = logging.WARNING if decision.warning else logging.INFO
     LOG.log(level, "%s tokens: %s", f"{decision.tokens:,}", decision.reason)
     record = getattr(tracker, "record", None)

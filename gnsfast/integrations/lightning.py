@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale, optimizer_for
-from gnsfast.integrations.flags import Flags
-from gnsfast.integrations.trackers import Tracker, metrics
-from gnsfast.noise_scale import Factor, NoiseScale
-from gnsfast.parallel import refuse_parts
+from gnsfast.integrations.measuring import Measuring
+from gnsfast.integrations.trackers import Tracker
+from gnsfast.noise_scale import Factor
 
 try:
     from lightning.pytorch import Callback
@@ -27,12 +25,12 @@ except ImportError:
             "gnsfast.integrations.lightning needs Lightning: pip install lightning"
         ) from e
 
-__all__ = ["STRATEGIES", "Callback", "GNSMonitor"]
+__all__ = ["Callback", "GNSMonitor", "is_measured"]
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
 
-class GNSMonitor(Callback):
+class GNSMonitor(Measuring, Callback):
     """Measure the noise scale of a ``LightningModule`` as it is.
 
     Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
@@ -79,6 +77,8 @@ class GNSMonitor(Callback):
     False
     """
 
+    STARTS = "trainer.fit()"
+
     def __init__(
         self,
         *,
@@ -95,27 +95,13 @@ class GNSMonitor(Callback):
         noise_from: str = "samples",
         factor: float | Factor | None = None,
     ) -> None:
+        names = {"loss_reduction": loss_reduction, "source": source, "noise_from": noise_from}
+        numbers = {"window": window, "decay": decay, "every": every}
+        super().__init__(per_module, tracker, metric, factor, names | numbers)
         self.batch_size, self.tokens = batch_size, tokens
-        self.per_module, self.tracker, self.metric = per_module, tracker, metric
-        self._options: dict[str, Any] = dict(
-            **dict(loss_reduction=loss_reduction, source=source, noise_from=noise_from),
-            **dict(window=window, decay=decay, every=every),
-        )
-        self._flags = None if factor is None else Flags(factor, metric)
-        self.gns: GradientNoiseScale | None = None
-        self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
         self._partial = self._given_up = self._updated = False
-        self._unseen = True  # the first batch
-
-    def compute(self) -> NoiseScale:
-        """The noise scale over the window; waits for the device."""
-        if self.gns is None:
-            raise ObservationError(
-                "GNSMonitor: nothing was measured yet: call compute() after trainer.fit() began"
-            )
-        return self.gns.compute()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse(trainer, pl_module)
@@ -126,26 +112,21 @@ class GNSMonitor(Callback):
             self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
         own = next(iter(trainer.optimizers), None)
-        if self._flags is not None:
-            run, others = RunIdentity.of(pl_module, own), trainer.callbacks
-            self._flags.check_run(run, others, log=trainer.is_global_zero)
-        measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
-        self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
-        self._block, self._partial, self._given_up, self._unseen = None, False, False, True
+        run, others = RunIdentity.of(pl_module, own), trainer.callbacks
+        self._flags.check_run(run, others, log=trainer.is_global_zero)
+        gns = self._start(pl_module, own, getattr(trainer.precision_plugin, "scaler", None))
+        self._block, self._partial, self._given_up = None, False, False
         saved, self._saved = self._saved, None
         if saved is not None:
-            self.gns.load_state_dict(saved)
+            gns.load_state_dict(saved)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.gns is not None
         self._updated = False
-        if self._unseen:
-            refuse_parts(batch)
-            self._unseen = False
+        self._look(batch)
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             if self._partial:  # an on_train_batch_start ended the last epoch early by -1
@@ -185,15 +166,8 @@ class GNSMonitor(Callback):
             self._give_up()
         every = trainer.log_every_n_steps
         if self._updated and every and trainer.global_step % every == 0:
-            result = self.gns.compute()
-            found = metrics(result, per_module=self.per_module)
-            also = self.also()
-            if self._flags is not None:
-                found |= self._flags.metrics(result, also, log=trainer.is_global_zero)
-            found |= also
+            found = self._found(trainer.global_step, {}, first=trainer.is_global_zero)
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
-            if self.tracker is not None and trainer.is_global_zero:
-                self.tracker.log(found, trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.gns is not None and self._partial:
@@ -240,28 +214,33 @@ class GNSMonitor(Callback):
         return int(first.shape[0])
 
 
+def is_measured(strategy: Any) -> bool:
+    """Whether a strategy, of either package, leaves accumulation and gradients to the loop."""
+    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}
+    return bool(known) and not strategy.handles_gradient_accumulation
+
+
 def _refuse(trainer: Any, pl_module: Any) -> None:
     """Raise for what cannot be measured."""
-    strategy = trainer.strategy
+    reason = None
     if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
-        raise NotImplementedError(
-            "GNSMonitor does not support a second GNSMonitor in one Trainer: remove one of them"
+        reason = "a second GNSMonitor in one Trainer: remove one of them"
+    elif not pl_module.automatic_optimization:
+        reason = (
+            "manual optimization: make a gns = gnsfast.GradientNoiseScale(model) instead. In "
+            "training_step, put gns.microbatch(n) around forward and manual_backward, and call "
+            "gns.update() before clipping"
         )
-    if not pl_module.automatic_optimization:
-        raise NotImplementedError(
-            "GNSMonitor does not support manual optimization: make a gns = "
-            "gnsfast.GradientNoiseScale(model) instead. In training_step, put gns.microbatch(n) "
-            "around forward and manual_backward, and call gns.update() before clipping"
+    elif any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        reason = (
+            "torch.optim.LBFGS, which calls its closure (a forward and a backward pass) several "
+            "times per step: use an optimizer that calls it once"
         )
-    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise NotImplementedError(
-            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure (a forward and "
-            "a backward pass) several times per step: use an optimizer that calls it once"
+    elif not is_measured(trainer.strategy):
+        reason = (
+            f"{type(trainer.strategy).__name__}. Use one device, strategy='ddp', or FSDP 2: "
+            "strategy=ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1), with "
+            "fully_shard in configure_model"
         )
-    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
-    if not known or strategy.handles_gradient_accumulation:
-        raise NotImplementedError(
-            f"GNSMonitor does not support {type(strategy).__name__}. Use one device, "
-            "strategy='ddp', or FSDP 2: strategy=ModelParallelStrategy(data_parallel_size=..., "
-            "tensor_parallel_size=1), with fully_shard in configure_model"
-        )
+    if reason is not None:
+        raise NotImplementedError(f"GNSMonitor does not support {reason}")

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
-from gnsfast.critical_batch.run_identity import RunIdentity
-from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
-from gnsfast.integrations.lightning import STRATEGIES, Callback, GNSMonitor
+from gnsfast.integrations.batch_sizes import check, check_callbacks, say, set_learning_rates, start
+from gnsfast.integrations.lightning import Callback, GNSMonitor, is_measured
 
 CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
 
@@ -150,11 +150,7 @@ class BatchSizeCallback(Callback):
     def _check(self, trainer: Any) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
         s = self.controller.settings
-        if self.gns not in trainer.callbacks:
-            raise ValueError(
-                "the GNSMonitor is not among the Trainer's callbacks: pass "
-                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
-            )
+        check_callbacks(self.gns, trainer.callbacks)
         if self.controller.scheduled:
             raise ValueError(
                 "BatchSizeCallback multiplies the learning rate by the growth, and "
@@ -171,12 +167,11 @@ class BatchSizeCallback(Callback):
 def _refuse(trainer: Any, pl_module: Any) -> None:
     """Raise for what this callback does not support."""
     reason, strategy = None, trainer.strategy
-    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
     others = {c.__name__ for each in trainer.callbacks for c in type(each).__mro__}
     configs = trainer.lr_scheduler_configs
     if not pl_module.automatic_optimization:
         reason = "manual optimization: call controller.update and controller.apply yourself"
-    elif not known or strategy.handles_gradient_accumulation:
+    elif not is_measured(strategy):
         reason = f"{type(strategy).__name__}, which accumulates by itself: use one device or DDP"
     elif found := sorted(CHANGES_ACCUMULATION & others):
         reason = f"{found[0]}, which sets accumulate_grad_batches too: remove it"

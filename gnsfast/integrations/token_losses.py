@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out which labels a language model's loss is a mean over, from the loss itself."""
+"""Finds the samples of a Trainer's batch, and which labels the loss is a mean over."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gnsfast.errors import ObservationError
+from gnsfast.functional import cu_seqlens
 
 LOSSES = ("causal", "tokens", "samples")
 IGNORED = -100
@@ -164,19 +167,56 @@ def _cross_entropy(
         return None
     targets = targets.to(logits.device)
     rows = logits.reshape(-1, logits.shape[-1]).split(ROWS)
-    each_N = torch.cat(
-        [
-            F.cross_entropy(
-                rows_NV.float(),
-                targets_N,
-                ignore_index=IGNORED,
-                reduction="none",
-                label_smoothing=smoothing,
-            )
-            for rows_NV, targets_N in zip(rows, targets.reshape(-1).split(ROWS))
-        ]
-    )
+    options: Any = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": smoothing}
+    pieces = zip(rows, targets.reshape(-1).split(ROWS))
+    each_N = torch.cat([F.cross_entropy(x_NV.float(), t_N, **options) for x_NV, t_N in pieces])
     total_B = each_N.double().reshape(len(targets), -1).sum(1)
     count_B = (targets != IGNORED).reshape(len(targets), -1).sum(1)
     mean_B = total_B / count_B  # NaN for a sample without labels
     return _Sums(*torch.stack([total_B.sum(), count_B.sum(), mean_B.nanmean()]).tolist())
+
+
+def document_starts(inputs: Mapping[str, Any]) -> Tensor | None:
+    """``cu_seqlens`` of a batch of packed documents, on the CPU; None where each row is a sample.
+
+    Padding begins no document: it is positions that stand alone and have no label, and its
+    gradient is zero. Where a batch has ``position_ids``, the call waits for the device.
+
+    Raises:
+        NotImplementedError: for documents that only ``cu_seq_lens_q`` or ``seq_idx`` mark.
+    """
+    position_ids = inputs.get("position_ids")
+    marks = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        if marks:
+            raise NotImplementedError(
+                f"GNSCallback: the rows of this batch are packed (it has {' and '.join(marks)}), "
+                "but no position_ids [rows, T] say where documents begin: make the collator return "
+                "them (return_position_ids=True)"
+            )
+        return None
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(position_ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
+        real = mask != 0  # positions in padding are arbitrary
+    restarts = (position_ids.diff(dim=1) <= 0) & real[:, 1:] & real[:, :-1]
+    if not marks and not bool(restarts.any()):
+        return None
+    starts = cu_seqlens(position_ids.masked_fill(~real, 0)).cpu()
+    padding, labels = starts.diff() == 1, inputs.get("labels")
+    if isinstance(labels, Tensor) and bool(padding.any()):
+        padding &= labels.flatten().cpu()[starts[:-1].long()] == IGNORED
+        starts = starts[F.pad(~padding, (0, 1), value=True)]
+        starts[:1] = 0  # padding in front goes with the first document
+    return starts if len(starts) > 1 else None
+
+
+def batch_size(inputs: Mapping[str, Any]) -> int:
+    """The rows of a batch."""
+    tensors = [inputs.get("labels"), *inputs.values()]
+    first = next((t for t in tensors if isinstance(t, Tensor) and t.ndim), None)
+    if first is None:
+        raise ObservationError(
+            "GNSCallback: the batch holds no tensor that shows its number of samples"
+        )
+    return int(first.shape[0])

@@ -3,6 +3,7 @@
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,24 +68,20 @@ def metrics(
     >>> metrics(gns.compute(), tokens=4096)
     {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
     """
-    found = _scale(SCALES["euclidean"], result)
+    found: dict[str, float | None] = {**_scale(SCALES["euclidean"], result)}
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
         found |= _origin(SCALES["euclidean"], result.noise_from)
     found |= _scale(PRESENT, result.present)
     found |= {
-        "gns/updates": float(result.updates),
-        "gns/skipped": float(result.skipped),
-        "gns/drift": float(result.drift),
+        "gns/updates": result.updates,
+        "gns/skipped": result.skipped,
+        "gns/drift": result.drift,
+        "gns/covered": result.covered,
+        "batch/size": result.samples / result.updates if result.updates else None,
+        "tokens": tokens,
+        "batch/tokens": batch_tokens,
     }
-    if not math.isnan(result.covered):
-        found["gns/covered"] = result.covered
-    if result.updates:
-        found["batch/size"] = result.samples / result.updates
-    if tokens is not None:
-        found["tokens"] = float(tokens)
-    if batch_tokens is not None:
-        found["batch/tokens"] = float(batch_tokens)
     for metric, scale in result.others.items():
         found |= _scale(SCALES[metric], scale)
         if isinstance(scale, DualNoiseScale):
@@ -250,30 +247,27 @@ def _nulls(value: Any) -> Any:
 
 def _end_last_line(path: Path) -> None:
     """Have the file end in a whole line: cut half a line off, or add a missing newline."""
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
     with open(path, "rb+") as file:
-        start, tail = file.seek(0, os.SEEK_END), b""
-        while start and b"\n" not in tail:
-            step = min(start, 65536)
-            start = file.seek(start - step)
-            tail = file.read(step) + tail
-            file.seek(start)
-        tail = tail.rpartition(b"\n")[2]
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            tail = whole[(start := whole.rfind(b"\n") + 1) :]
         if not tail:
             return
         if not tail.startswith(b"{"):
             raise ValueError(
                 f"{path} does not end in a line of JSON, so it is no log: name another file"
             )
-        end = file.seek(0, os.SEEK_END)
         try:
             json.loads(tail)
         except ValueError:
-            file.truncate(end - len(tail))
+            file.truncate(start)
         else:
+            file.seek(0, os.SEEK_END)
             file.write(b"\n")
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Those that are known and finite."""
+    known = {name: float(value) for name, value in metrics.items() if value is not None}
+    return {name: value for name, value in known.items() if math.isfinite(value)}

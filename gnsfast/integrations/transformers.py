@@ -2,30 +2,40 @@
 """``GNSCallback``: the noise scale of a run of transformers' Trainer."""
 
 import inspect
+import os
+import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
-from gnsfast.estimator import GradientNoiseScale, optimizer_for
-from gnsfast.integrations.flags import Flags
-from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
-from gnsfast.integrations.trackers import Tracker, metrics
-from gnsfast.integrations.transformers_samples import batch_size, document_starts
+from gnsfast.estimator import GradientNoiseScale
+from gnsfast.integrations.measuring import Measuring
+from gnsfast.integrations.token_losses import (
+    LOSSES,
+    Rule,
+    RuleSearch,
+    batch_size,
+    document_starts,
+)
+from gnsfast.integrations.trackers import Tracker
 from gnsfast.integrations.trl_head import measured_head
-from gnsfast.noise_scale import Factor, NoiseScale, loss_factors
-from gnsfast.parallel import refuse_parts
+from gnsfast.kept import kept_chance
+from gnsfast.noise_scale import Factor, loss_factors
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
-
-    from gnsfast.integrations.transformers_start import identity
-    from gnsfast.integrations.transformers_state import SavedMeasurements, load_measurements
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as e:
     raise ImportError(
         "gnsfast.integrations.transformers needs transformers and accelerate: "
@@ -35,8 +45,11 @@ except ImportError as e:
 WRAPPED = ("training_step", "compute_loss", "log")
 """Methods of a Trainer that are wrapped while it trains."""
 
+FILE = "gnsfast.pt"
+"""The measurements in a checkpoint, beside Trainer's own files."""
 
-class GNSCallback(TrainerCallback):
+
+class GNSCallback(Measuring, TrainerCallback):
     """Measure the noise scale of ``Trainer(model=model, callbacks=[this])``.
 
     Equals a hand-written loop with a ``gns.microbatch(n, tokens=counts, scale=...)`` around each
@@ -90,6 +103,8 @@ class GNSCallback(TrainerCallback):
     'causal'
     """
 
+    STARTS = "trainer.train()"
+
     def __init__(
         self,
         *,
@@ -106,33 +121,18 @@ class GNSCallback(TrainerCallback):
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
-        self.loss, self.per_module, self.tracker = loss, per_module, tracker
-        self.metric = metric
-        self._options: dict[str, Any] = dict(
-            **dict(source=source, window=window, decay=decay, every=every),
-            **dict(loss_reduction="sum", noise_from=noise_from),
-        )
-        self._flags = None if factor is None else Flags(factor, metric)
-        self.gns: GradientNoiseScale | None = None
-        self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
+        names = {"loss_reduction": "sum", "source": source, "noise_from": noise_from}
+        numbers = {"window": window, "decay": decay, "every": every}
+        super().__init__(per_module, tracker, metric, factor, names | numbers)
+        self.loss = loss
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
-        self._before: dict[str, Any] = {}
         self._saver: SavedMeasurements | None = None
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
-        self._unseen = True  # the first batch
         self._undo = ExitStack()
-
-    def compute(self) -> NoiseScale:
-        """The noise scale over the window; waits for the device."""
-        if self.gns is None:
-            raise ObservationError(
-                "GNSCallback: nothing was measured yet: call compute() after trainer.train() began"
-            )
-        return self.gns.compute()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         caller, trainer = _calling_frame(), _calling_trainer()
@@ -148,25 +148,18 @@ class GNSCallback(TrainerCallback):
         """Wrap the Trainer's methods, so that its steps are measured."""
         self._detach()
         _refuse(trainer, self.metric)
-        if self._flags is not None:
-            others = trainer.callback_handler.callbacks
-            log = trainer.is_world_process_zero()
-            self._flags.check_run(identity(trainer), others, log=log)
+        others, first = trainer.callback_handler.callbacks, trainer.is_world_process_zero()
+        self._flags.check_run(identity(trainer), others, log=first)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
-        measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
-        scaler = trainer.accelerator.scaler
-        self.gns = GradientNoiseScale(
-            trainer.model, grad_scaler=scaler, **self._options, **measured
-        )
+        self._start(trainer.model, own, trainer.accelerator.scaler)
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
-        self._trainer, self._unseen = trainer, True
+        self._trainer = trainer
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
-        self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
+        self._wrapped = {name: getattr(trainer, name) for name in WRAPPED}
         for name in WRAPPED:
-            self._wrapped[name] = getattr(trainer, name)
-            setattr(trainer, name, getattr(self, f"_{name}"))
+            self._undo.enter_context(patch.object(trainer, name, getattr(self, f"_{name}")))
 
     @contextmanager
     def watching(self, trainer: Any) -> Iterator[None]:
@@ -187,14 +180,8 @@ class GNSCallback(TrainerCallback):
     def _detach(self) -> None:
         """Leave the Trainer as it was before."""
         self._undo.close()
-        if self._trainer is not None:
-            for name in WRAPPED:
-                if name in self._before:
-                    setattr(self._trainer, name, self._before[name])
-                else:
-                    delattr(self._trainer, name)
-            if self._saver is not None:
-                self._trainer.remove_callback(self._saver)
+        if self._saver is not None:
+            self._trainer.remove_callback(self._saver)
         self._trainer, self._wrapped, self._pass, self._saver = None, {}, None, None
 
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,9 +222,7 @@ class GNSCallback(TrainerCallback):
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
-        if self._unseen:
-            refuse_parts(inputs)
-            self._unseen = False
+        self._look(inputs)
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         num_items_in_batch = given.get("num_items_in_batch")
@@ -289,14 +274,8 @@ class GNSCallback(TrainerCallback):
             seen = None
             if trainer.args.include_num_input_tokens_seen != "no":
                 seen = int(trainer.state.num_input_tokens_seen)
-            result = self.gns.compute()
-            found = metrics(result, tokens=seen, per_module=self.per_module)
-            also = self.also()
-            if self._flags is not None:
-                found |= self._flags.metrics(result, also, log=trainer.is_world_process_zero())
-            found |= also
-            if self.tracker is not None and trainer.is_world_process_zero():
-                self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
+            step, first = int(trainer.state.global_step), trainer.is_world_process_zero()
+            found = self._found(step, {"loss": logs["loss"]}, first=first, tokens=seen)
             logs.update(found)
             if self._search is not None:
                 self._search.again()
@@ -385,3 +364,97 @@ def _with_outputs(
         "both, or pass GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or "
         "loss='causal' for a sum over labels divided by num_items_in_batch"
     )
+
+
+class SavedMeasurements(TrainerCallback, ExportableState):
+    """Saves the measurements as ``FILE``, and in ``trainer_state.json`` that there is one.
+
+    It is a callback of its own, because Trainer's ``restore_callback_states_from_checkpoint``
+    would make a new GNSCallback, without its tracker. ``on_save`` is called on every process, as a
+    state of sharded parameters needs it.
+    """
+
+    def __init__(self, gns: GradientNoiseScale, trainer: Any) -> None:
+        self.gns, self._trainer = gns, trainer
+        self.midway = False  # also what a train() that raised has left
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.midway else {"args": {}, "attributes": {"file": FILE}}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.midway:
+            return
+        found = self.gns.state_dict()
+        if not args.should_save:
+            return
+        run = Path(self._trainer._get_output_dir(getattr(self._trainer, "_trial", None)))
+        path = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FILE
+        half = path.with_suffix(".half")
+        torch.save(found, half)
+        os.replace(half, path)
+
+
+def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -> None:
+    """Continue the measurements of the checkpoint that a run resumes from, if it holds any. If
+    their file is lost, a warning says that they begin anew.
+    """
+    saved = state.stateful_callbacks.get(SavedMeasurements.__name__)
+    if not state.global_step or not saved:
+        return
+    path = Path(folder or "") / FILE
+    if not path.is_file():
+        warnings.warn(
+            f"GNSCallback: the checkpoint lacks {path}, which holds its measurements, so the "
+            "window begins anew. Either the run ended while the checkpoint was saved, or the file "
+            "was not copied",
+            stacklevel=2,
+        )
+        return
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} cannot be read ({e}): remove it to begin the window anew") from e
+    gns.load_state_dict(found)
+
+
+def identity(trainer: Any) -> RunIdentity:
+    """Of a Trainer's run; the data is known where it is a dataset of ``datasets`` with a name."""
+    info = getattr(trainer.train_dataset, "info", None)
+    parts = [getattr(info, name, None) for name in ("dataset_name", "config_name")]
+    data = "/".join(part for part in parts if part) or None
+    return RunIdentity.of(trainer.model, trainer.optimizer, data=data)
+
+
+def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
+    """Raise for a loss that should be divided by the items of the whole batch, and is not.
+
+    Trainer adds up the losses of micro-batches. Without the division, loss and gradient grow with
+    the accumulation, and batch sizes cannot be compared. A divided loss halves with twice as many
+    items.
+    """
+    scaled_by_trainer = getattr(trainer, "loss_is_scaled_for_ga", None)
+    scaled = trainer.model_accepts_loss_kwargs and items is not None
+    if scaled_by_trainer is not None or not (scaled or trainer.compute_loss_func is not None):
+        return
+    divided = False
+    if items is not None:
+        model = trainer.model_wrapped
+        model.eval()  # training_step sets it back
+        with kept_chance(model), torch.no_grad(), trainer.compute_loss_context_manager():
+            once, twice = (
+                float(
+                    trainer.compute_loss(
+                        model, trainer._prepare_inputs(dict(inputs)), num_items_in_batch=k * items
+                    )
+                )
+                for k in (1, 2)
+            )
+        divided = not abs(once - 2 * twice) > 0.02 * abs(once)  # a NaN tells nothing
+    if not divided:
+        raise ValueError(
+            f"{who}: {type(trainer.model).__name__} does not divide its loss by "
+            "num_items_in_batch. Trainer adds up the losses of micro-batches, so the loss grows "
+            "with the batch. Set trainer.model_accepts_loss_kwargs = False before training, so "
+            "that Trainer divides by the number of micro-batches, or divide your own loss by "
+            "num_items_in_batch"
+        )

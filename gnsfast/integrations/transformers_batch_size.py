@@ -8,9 +8,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
-from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
-from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
-from gnsfast.integrations.transformers_start import identity, refuse_undivided
+from gnsfast.integrations.batch_sizes import check, check_callbacks, say, set_learning_rates, start
+from gnsfast.integrations.transformers import (
+    GNSCallback,
+    _calling_trainer,
+    identity,
+    refuse_undivided,
+)
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -188,11 +192,7 @@ class BatchSizeCallback(TrainerCallback):
             "batch_size": trainer.get_total_train_batch_size(args),
         }
         check(self.controller, trainers, self._per_epoch, epochs)
-        if self.gns not in trainer.callback_handler.callbacks:
-            raise ValueError(
-                "the GNSCallback is not among the Trainer's callbacks: pass "
-                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
-            )
+        check_callbacks(self.gns, trainer.callback_handler.callbacks)
 
 
 class _ControllerState(TrainerCallback, ExportableState):

@@ -1,35 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TrainerRun``: a run of transformers' Trainer that branches can continue."""
+"""``TrainerRun``: a run of transformers' Trainer that branches can continue. The Trainer is stopped
+before its first step, and its micro-batches are read from any position of its data.
+"""
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from accelerate.data_loader import (  # type: ignore[import-untyped]
+    DataLoaderShard,
+    SeedableRandomSampler,
+    skip_first_batches,
+)
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset, RandomSampler
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.arguments import integer
+from gnsfast.critical_batch import RunIdentity
 from gnsfast.critical_batch.branches import (
     BranchStep,
-    other_buffers,
+    load_state,
     random_state,
     set_random_state,
+    state_of,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
-from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_start import (
-    TrainerBatches,
-    begin,
-    identity,
-    refuse_undivided,
-)
-from gnsfast.kept import kept_state
+from gnsfast.integrations.transformers import GNSCallback, identity, refuse_undivided
+from gnsfast.kept import kept_chance, kept_state
 from gnsfast.noise_scale import NoiseScale
 
 FILE, FORMAT = "trainer_run.pt", 2
@@ -179,9 +186,7 @@ class TrainerRun:
         scaler = trainer.accelerator.scaler
         state = {
             **self._identity(),
-            "model": trainer.model.state_dict(),
-            "buffers": other_buffers(trainer.model),
-            "optimizer": trainer.optimizer.state_dict(),
+            **state_of(trainer.model, trainer.optimizer),
             "scaler": None if scaler is None else scaler.state_dict(),
             "lag": self._lag.as_integer_ratio(),
             "skipped": self._skipped,
@@ -205,11 +210,7 @@ class TrainerRun:
                     "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
-        trainer.model.load_state_dict(state["model"])
-        with torch.no_grad():
-            for name, buffer in other_buffers(trainer.model).items():
-                buffer.copy_(state["buffers"][name])
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        load_state(trainer.model, trainer.optimizer, state)
         if state["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         trainer.model_wrapped.zero_grad()
@@ -245,15 +246,11 @@ class TrainerRun:
             self._return_to(position)
 
     def _evaluate(self) -> float:
-        trainer, random = self.trainer, random_state({self._device})
-        logged = len(trainer.state.log_history)
-        callbacks, trainer.callback_handler.callbacks = trainer.callback_handler.callbacks, []
-        try:
-            found = trainer.evaluate()
-        finally:
-            trainer.callback_handler.callbacks = callbacks
-            del trainer.state.log_history[logged:]
-            set_random_state(random, {self._device})
+        trainer = self.trainer
+        logged, handler = [*trainer.state.log_history], trainer.callback_handler
+        with patch.object(handler, "callbacks", []), kept_chance(trainer.model):
+            with patch.object(trainer.state, "log_history", logged):
+                found = trainer.evaluate()
         if "eval_loss" not in found:
             raise ValueError(
                 f"trainer.evaluate() returned {', '.join(found) or 'nothing'}, but no eval_loss: "
@@ -284,7 +281,8 @@ class TrainerRun:
     def _pass(self, micro_batches: int) -> Tensor:
         """Forward and backward over a batch; its loss."""
         trainer, number = self.trainer, min(micro_batches, self._batches.left)
-        with _accumulating(trainer.args, micro_batches):
+        # A Trainer subclass may read it.
+        with patch.object(trainer.args, "gradient_accumulation_steps", micro_batches):
             batches, items = trainer.get_batch_samples(self._batches, number, self._device)
             if not self._divided:
                 refuse_undivided("TrainerRun", trainer, batches[0], items)
@@ -363,11 +361,215 @@ class TrainerRun:
         }
 
 
-@contextmanager
-def _accumulating(args: Any, micro_batches: int) -> Iterator[None]:
-    """Set ``gradient_accumulation_steps``, which a Trainer subclass may read."""
-    before, args.gradient_accumulation_steps = args.gradient_accumulation_steps, micro_batches
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""Files that a checkpoint must have. Trainer would start what a missing file holds anew."""
+
+
+def begin(trainer: Any, checkpoint: str | os.PathLike[str] | None) -> Any:
+    """Have ``trainer.train()`` set everything up, stop it there, and return its data loader.
+
+    Model, optimizer, schedule and state are then as before its first step, or as its resume has
+    them; random number generators are as after this set-up. No callback of the user's has run.
+    """
+    _refuse(trainer)
+    folder = None if checkpoint is None else os.fspath(checkpoint)
+    if folder is not None and (lacking := [n for n in NEEDED if not (Path(folder) / n).is_file()]):
+        raise ValueError(
+            f"{folder} has no {' and no '.join(lacking)}: pass a checkpoint-N folder that a "
+            "Trainer wrote on one process, without save_only_model"
+        )
     try:
-        yield
-    finally:
-        args.gradient_accumulation_steps = before
+        with patch.object(trainer.callback_handler, "callbacks", [_Stop()]):
+            trainer.train(resume_from_checkpoint=folder)
+    except _Begun as begun:
+        loader = begun.args[0]
+    _refuse_begun(trainer, loader)
+    return loader
+
+
+class _Begun(Exception):
+    """Carries the data loader out of ``trainer.train()``."""
+
+
+class _Stop(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise _Begun(kwargs["train_dataloader"])
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise for what cannot be begun."""
+    reason, args = None, trainer.args
+    kind = trainer.accelerator.distributed_type
+    if trainer.accelerator.num_processes > 1 or kind != DistributedType.NO:
+        reason = f"several processes ({kind.name}): start one process"
+    elif args.n_gpu > 1:
+        reason = "torch.nn.DataParallel (several GPUs): set CUDA_VISIBLE_DEVICES to one GPU"
+    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        reason = "DeepSpeed or FSDP: switch it off"
+    elif args.auto_find_batch_size:
+        reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
+    elif args.ignore_data_skip:
+        reason = "ignore_data_skip, because it restores the position in the data: leave it out"
+    if reason is not None:
+        raise NotImplementedError(f"TrainerRun does not support {reason}")
+
+
+def _refuse_begun(trainer: Any, loader: Any) -> None:
+    """Raise for what shows only after the set-up: also data whose position cannot be restored."""
+    reason, optimizer = None, trainer.optimizer.optimizer
+    name, kind = type(optimizer).__name__, trainer.args.optim
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler, batches = getattr(batch_sampler, "sampler", None), type(batch_sampler).__name__
+    unseeded = isinstance(sampler, (RandomSampler, LengthGroupedSampler)) and not isinstance(
+        sampler, SeedableRandomSampler
+    )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        reason = "LBFGS, which calls its closure several times per step: use another optimizer"
+    elif "lomo" in kind or "layerwise" in kind:
+        reason = f"{kind}, which steps inside of the backward pass and so cannot accumulate"
+    elif hasattr(optimizer, "eval"):
+        reason = f"{name}, whose weights differ between training and evaluation"
+    elif type(trainer.lr_scheduler) is not LambdaLR:
+        reason = (
+            f"the schedule {type(trainer.lr_scheduler).__name__}, which has no value between two "
+            "steps: use one of transformers' (lr_scheduler_type) or a LambdaLR"
+        )
+    elif trainer.state.global_step and unseeded:
+        reason = (
+            f"a checkpoint that does not hold the order of its samples ({type(sampler).__name__}): "
+            "branch the run from its start, or train with use_seedable_sampler in "
+            "accelerator_config and without grouping by length"
+        )
+    elif isinstance(getattr(loader, "dataset", None), IterableDataset):
+        reason = "an IterableDataset, which has no position: use a dataset with a length"
+    elif type(loader) is not DataLoaderShard:
+        reason = (
+            f"a get_train_dataloader() that returns a {type(loader).__name__}: return "
+            "self.accelerator.prepare(DataLoader(...)), as Trainer does"
+        )
+    elif batches != "BatchSampler":
+        reason = (
+            f"a {batches} in the data loader, because its batches may differ in size: remove it"
+        )
+    elif loader.persistent_workers:
+        reason = (
+            "dataloader_persistent_workers, which draw random numbers in the first epoch only: set "
+            "dataloader_persistent_workers=False"
+        )
+    if reason is not None:
+        raise NotImplementedError(f"TrainerRun does not support {reason}")
+    if len(loader) == 0:
+        raise ValueError(
+            f"TrainerRun: the dataset of {len(loader.dataset)} samples has no full micro-batch, "
+            "and dataloader_drop_last drops the rest: use a smaller per_device_train_batch_size"
+        )
+
+
+class TrainerBatches:
+    """An iterator over micro-batches; after the last one of an epoch comes the next epoch's first.
+
+    Equals iterating the ``get_train_dataloader()`` of a Trainer on one process as ``train()`` does,
+    which fetches each micro-batch when the one before is handed out. Random numbers are the same,
+    also after ``go_to``: those of the order and, with ``num_workers=0``, of datasets and
+    collators (masked language models). Workers that draw random numbers of their own get the same
+    order, but not the same numbers.
+
+    ``trainer.train(resume_from_checkpoint=...)`` does not do that. Within an epoch, a collator that
+    draws random numbers gets others, and an order without a seed is a new one.
+
+    Args:
+        loader: what ``trainer.get_train_dataloader()`` returned.
+        device: ``trainer.args.device``, whose generator is saved too.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+        self.sampler = loader.batch_sampler.sampler
+        self.micro_batch: int = loader.batch_sampler.batch_size
+        self.per_epoch = len(loader)
+        dropped = loader.batch_sampler.drop_last
+        self.samples_per_epoch = self.per_epoch * self.micro_batch if dropped else len(self.sampler)
+        self.epoch = self.taken = 0
+        self._iterator: Iterator[Any] | None = None
+        self._before_ahead: dict[str, Any] = {}
+
+    @property
+    def left(self) -> int:
+        """Micro-batches of the epoch that remain."""
+        return self.per_epoch - self.taken
+
+    @property
+    def samples(self) -> int:
+        """Samples before the position."""
+        return self.samples_at(self.epoch, self.taken)
+
+    def samples_at(self, epoch: int, taken: int) -> int:
+        """Samples before another position: ``taken`` is less than ``per_epoch``."""
+        return epoch * self.samples_per_epoch + taken * self.micro_batch
+
+    def go_to(self, epoch: int, taken: int, **before: dict[str, Any]) -> None:
+        """Go to micro-batch ``taken`` of an epoch and load none before it. It moves the generators.
+
+        With the rest of ``state_dict()`` the epoch has its order, and the micro-batch its random
+        numbers, again. Without it the order is drawn now.
+        """
+        self.epoch, self.taken, self._iterator = epoch, taken, None
+        if not taken:
+            return
+        loader = skip_first_batches(self.loader, taken)
+        if before:
+            set_random_state(before["before_order"], {self.device})
+            skipping, ahead = loader.batch_sampler, before["before_ahead"]
+            skipping.batch_sampler = _setting(skipping.batch_sampler, taken, ahead, self.device)
+        self._start(loader)
+        self._before_ahead = before.get("before_ahead", self._before_ahead)
+
+    def skip_to(self, epoch: int, taken: int) -> None:
+        """Go forward and load none of the micro-batches between.
+
+        In an epoch that has begun the order stays; that of a later one without a seed is a new one.
+        """
+        begun = self.state_dict() if epoch == self.epoch else {}
+        self.go_to(**begun | {"epoch": epoch, "taken": taken})
+
+    def __iter__(self) -> "TrainerBatches":
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._start(self.loader)
+        batch = self._ahead
+        self.taken += 1
+        if self.left:
+            self._fetch()
+        else:
+            self.epoch, self.taken, self._iterator = self.epoch + 1, 0, None
+        return batch
+
+    def _start(self, loader: Any) -> None:
+        self.loader.set_epoch(self.epoch)
+        self._before_order = random_state({self.device})
+        self._iterator = iter(loader.base_dataloader)
+        self._fetch()
+
+    def _fetch(self) -> None:
+        assert self._iterator is not None
+        self._before_ahead = random_state({self.device})
+        self._ahead = next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the generators from before the order and the next batch were drawn."""
+        state: dict[str, Any] = {"epoch": self.epoch, "taken": self.taken}
+        if self._iterator is not None:
+            state |= {"before_order": self._before_order, "before_ahead": self._before_ahead}
+        return state
+
+
+def _setting(
+    batches: Iterable[list[int]], index: int, state: dict[str, Any], device: torch.device
+) -> Iterator[list[int]]:
+    """The batches of an order, with the generators set just before one of them is fetched."""
+    for k, indices in enumerate(batches):
+        if k == index:
+            set_random_state(state, {device})
+        yield indices

@@ -6,6 +6,7 @@ weight of ``lm_head`` as a tensor, so it never calls the head's module.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +36,8 @@ def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
     if head is None or not head.weight.requires_grad:
         yield
         return
-    model.forward = _Forward(model, theirs, packed)
-    try:
+    with patch.object(model, "forward", _Forward(model, theirs, packed)):
         yield
-    finally:
-        model.forward = theirs
 
 
 def _is_of_trl(forward: Any) -> bool:

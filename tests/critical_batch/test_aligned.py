@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gnsfast.critical_batch import BatchSizeSchedule, exports
-from gnsfast.critical_batch.laws.schedule import aligned_changes
+from gnsfast.critical_batch.schedule import aligned_changes
 
 LENGTH = 10
 

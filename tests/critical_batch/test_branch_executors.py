@@ -4,11 +4,13 @@
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,12 @@ from gnsfast.critical_batch.branches import (
     Branch,
     BranchFolder,
     CriticalBatch,
-    Job,
     TorchRun,
     branch_folder,
     measure_critical_batch,
 )
 from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, told
-from gnsfast.critical_batch.branches.branch_process import train_job
+from gnsfast.critical_batch.branches.branch_process import Plan, train_job
 from gnsfast.errors import BranchError
 
 FORK = multiprocessing.get_context("fork")
@@ -86,14 +87,29 @@ def test_without_a_run_of_its_own(tmp_path: Path, forks: LocalProcesses) -> None
         measure(None, tmp_path / "other", **how | {"make_run": divide})
 
 
+@pytest.mark.second
+def test_closing_ends_calls_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that would never end, without waiting for them."""
+    says = tmp_path / "pid"
+    monkeypatch.setenv("WAITING", str(says))
+    with LocalProcesses(1) as pool:
+        call = pool.submit(branch_runs.wait_forever)
+        waiting = pool.submit(branch_runs.wait_forever)
+        while not says.exists() or not says.read_text():
+            time.sleep(0.02)
+    assert waiting.cancelled()
+    with pytest.raises(BranchError, match="its process ended with exit code -15"):
+        call.result(timeout=0)
+
+
 def divide() -> ScriptedRun:
     raise ZeroDivisionError("division by zero")
 
 
 def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
-    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
+    folder, plan = BranchFolder(tmp_path), Plan((2.0,), 960, 0.1, 0.5, "keep", "train", None, False)
     ScriptedRun().save(make(folder.checkpoint))
-    work = (train_job, branch_runs.out_of_memory, folder, job)
+    work = (train_job, branch_runs.out_of_memory, folder, plan, *plan.branches(8))
     assert told(*work) == {"error": "RuntimeError: no memory"}
     reason, *trace = (tmp_path / "branch-2.error").read_text().splitlines()
     assert reason == "RuntimeError: no memory" and "train" in "".join(trace)
@@ -150,15 +166,16 @@ def test_workers_killed_at_random(
     chance = random.Random(seed)
     options = {"executor": forks, "make_run": Logged, "save_every_tokens": 40}
 
-    victims: list[Any] = []
+    victims: list[int] = []
 
     def kill(steps: int, over: threading.Event) -> None:
         while len(log.read_text().split("\n")) < steps:
             if over.wait(0.001):
                 return  # a busy machine trained on before the last kill came
-        if running := [*forks._running]:
-            victims.append(chance.choice(running))
-            victims[-1].kill()
+        pids = [int(line.split()[0]) for line in log.read_text().splitlines()[-2:]]
+        with suppress(ProcessLookupError):
+            os.kill(pid := chance.choice(pids), signal.SIGKILL)
+            victims.append(pid)
 
     log.touch()
     for _ in range(3):

@@ -364,7 +364,10 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds other files"):
         measure(ScriptedRun(), tmp_path)
     (tmp_path / "cbs" / "settings.json").write_text('{"kind": "branch settings", "format": 2}')
-    with pytest.raises(ValueError, match="format 2, but this version of gnsfast reads format 1"):
+    with pytest.raises(
+        ValueError,
+        match="format 2, but this version of gnsfast reads a 'branch settings' of format 1: name",
+    ):
         measure(ScriptedRun(), tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         measure_critical_batch(ScriptedRun(), folder=tmp_path / "cbs" / "metrics.jsonl", **GRID)

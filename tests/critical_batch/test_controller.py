@@ -333,7 +333,7 @@ def test_apply_without_betas() -> None:
         ({"data_parallel": 3}, "a multiple of 12"),
         ({"data_parallel": 3, "micro_batch": None}, "must be a multiple of data_parallel=3"),
         ({"micro_batch": 0}, "micro_batch"),
-        ({"factor": 0}, "factor=0 would never grow"),
+        ({"factor": 0}, "factor must be positive, not 0"),
         ({"factor": -1.0}, "factor must be a number of at least 0, not -1"),
         ({"factor": math.nan}, "factor must be a number"),
         ({"factor": math.inf}, "factor must be a number"),

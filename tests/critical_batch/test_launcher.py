@@ -16,8 +16,7 @@ from branch_runs import launched_run
 from processes import spawn
 
 from gnsfast.critical_batch.branches import BranchFolder, CriticalBatch, measure_critical_batch
-from gnsfast.critical_batch.branches.branch_executors import LocalProcesses
-from gnsfast.critical_batch.branches.launcher import launch
+from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, launch
 from gnsfast.errors import BranchError
 from gnsfast.parallel import first, is_first
 

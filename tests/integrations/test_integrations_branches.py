@@ -225,3 +225,41 @@ def test_critical_batch_of_a_trainer(tmp_path: Path) -> None:
     assert same(weights(run.trainer), before) and run.tokens == 2 * 4 * T
     with pytest.raises(ValueError, match="multiple of 2"):
         measure_critical_batch(run, folder=tmp_path / "odd", k=(0.75, 1), delta_tokens=24 * T)
+
+
+def test_a_subclass_reads_the_accumulation_of_a_branch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the branch's steps that of the branch, and afterwards the run's own."""
+    run, seen = run_of(tmp_path), []
+    step, args = run.trainer.training_step, run.trainer.args
+    own = args.gradient_accumulation_steps
+
+    def training_step(*given: Any) -> Tensor:
+        seen.append(args.gradient_accumulation_steps)
+        return step(*given)
+
+    monkeypatch.setattr(run.trainer, "training_step", training_step)
+    list(run.train(6 * T, batch_size=6, lr_factor=1.0))
+    assert seen == [6 // run.batch_multiple] * (6 // run.batch_multiple) != [own]
+    assert args.gradient_accumulation_steps == own
+
+
+class Evaluations(hf.TrainerCallback):
+    """Counts them, as a callback of the user's may."""
+
+    seen = 0
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += 1
+
+
+def test_evaluations_of_a_run_are_not_those_of_training(tmp_path: Path) -> None:
+    """No callback hears of them, and no log holds them."""
+    callback = Evaluations()
+    run = run_of(tmp_path, callbacks=[callback], eval_dataset=samples(4))
+    assert run.evaluate is not None
+    run.evaluate()
+    assert callback.seen == 0 and run.trainer.state.log_history == []
+    run.trainer.evaluate()
+    assert callback.seen == 1 and len(run.trainer.state.log_history) == 1

@@ -23,8 +23,7 @@ from trainer_cases import T, trained, trainer_of
 
 from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
 from gnsfast.integrations.lightning import GNSMonitor
-from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_start import identity
+from gnsfast.integrations.transformers import GNSCallback, identity
 
 
 def measured(model: nn.Module, tokens_per_sample: int) -> CriticalBatchFactor:

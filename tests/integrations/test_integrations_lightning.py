@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gnsfast
+from gnsfast.integrations import measuring
 from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.trackers import JSONLTracker
 
@@ -339,3 +340,13 @@ def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:
     assert counted == [len(x) for x, _ in data(2 * UPDATES - 1)]
     assert monitor.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
     assert monitor.compute().trace == pytest.approx(truth.trace, rel=1e-5)
+
+
+def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parts of samples, in every training once."""
+    seen: list[Any] = []
+    monkeypatch.setattr(measuring, "refuse_parts", seen.append)
+    monitor = GNSMonitor()
+    for trainings in (1, 2):
+        fit(monitor, tmp_path, Tiny())
+        assert len(seen) == trainings and len(seen[-1][0]) == N

@@ -11,9 +11,8 @@ import transformers as hf
 from test_integrations_transformers import Plain, samples, tiny_gpt, trainer_of
 from torch import Tensor
 
-from gnsfast.integrations.token_losses import Rule
+from gnsfast.integrations.token_losses import Rule, document_starts
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_samples import document_starts
 
 N, STEPS = 4, 12
 

@@ -2,6 +2,7 @@
 """Trainer's logged noise scale is that of a hand-written loop over the same batches."""
 
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from processes import spawn
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast.integrations import measuring
 from gnsfast.integrations.transformers import GNSCallback
+from gnsfast.integrations.trl_head import measured_head
 
 V, T, N, STEPS = 23, 9, 4, 12
 Sample = dict[str, Tensor]
@@ -220,11 +223,32 @@ def test_model_that_ignores_num_items(tmp_path: Path) -> None:
     assert [step for step, _ in lines.seen] == [STEPS // 2, STEPS]
     check(lines.seen[1][1], truth)
     assert lines.seen[1][1]["tokens"] == len(data) * T
+    assert "loss" in lines.seen[1][1]
     assert lines.seen[1][1]["gns/layer/head"] == pytest.approx(
         truth.per_module["head"].noise_scale, rel=1e-5
     )
     for (_, seen), entry in zip(lines.seen, trainer.state.log_history):
         assert seen.items() <= entry.items()
+
+
+def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parts of samples, in every training once."""
+    seen: list[Any] = []
+    monkeypatch.setattr(measuring, "refuse_parts", seen.append)
+    callback = GNSCallback()
+    for trainings in (1, 2):
+        trainer_of(Plain(), samples(2 * STEPS * N), tmp_path, callback).train()
+        assert len(seen) == trainings and "input_ids" in seen[-1]
+
+
+def test_the_head_of_trl_is_measured_for_a_while() -> None:
+    """TRL's own forward is back afterwards."""
+    model, of_trl = tiny_gpt(), {"__name__": "trl.trainer"}
+    exec("def forward(self, *args, **kwargs): pass", of_trl)
+    model.forward = theirs = types.MethodType(of_trl["forward"], model)
+    with measured_head(model, lambda: False):
+        assert model.forward is not theirs and model.forward.__wrapped__ is theirs
+    assert vars(model)["forward"] is theirs
 
 
 class Lines:

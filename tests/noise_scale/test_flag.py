@@ -14,7 +14,7 @@ from controller_cases import UNKNOWN, at_least, noise
 
 import gnsfast
 from gnsfast.critical_batch import CriticalBatchFactor
-from gnsfast.integrations.flags import Flags
+from gnsfast.integrations.measuring import Flags
 from gnsfast.noise_scale import Estimate
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a critical batch size by training branches of a run."""
 
+from gnsfast.critical_batch.branches.branch_executors import reason_of
 from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job, reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
     check_grid,
@@ -10,14 +10,20 @@ from gnsfast.critical_batch.branches.branch_rule import (
     smoothed,
     smoothed_std,
 )
-from gnsfast.critical_batch.branches.branches import measure_critical_batch
-from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.branches.repeats import averaged, measure_repeatedly
-from gnsfast.critical_batch.branches.torch_run import TorchRun
-from gnsfast.critical_batch.branches.training_state import (
-    other_buffers,
+from gnsfast.critical_batch.branches.branches import measure_critical_batch, measure_repeatedly
+from gnsfast.critical_batch.branches.measurement import (
+    RESULT,
+    Branch,
+    CriticalBatch,
+    averaged,
+    pooled_factor,
+)
+from gnsfast.critical_batch.branches.torch_run import (
+    TorchRun,
+    load_state,
     random_state,
     set_random_state,
+    state_of,
 )
 
 __all__ = [
@@ -26,20 +32,20 @@ __all__ = [
     "BranchRun",
     "BranchStep",
     "CriticalBatch",
-    "Job",
     "LOGS",
     "RESULT",
     "TorchRun",
     "averaged",
     "check_grid",
+    "load_state",
     "matching",
     "measure_critical_batch",
     "measure_repeatedly",
-    "other_buffers",
     "pooled_factor",
     "random_state",
     "reason_of",
     "set_random_state",
     "smoothed",
     "smoothed_std",
+    "state_of",
 ]

@@ -1,27 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors, which own the processes that train branches: this process, new ones, or any other."""
+"""Executors, which own the processes that train branches: this process, new ones, or any other.
+Processes that do a work together are started by torchrun or srun.
+"""
 
+import base64
+import json
 import multiprocessing
 import os
+import pickle
+import re
+import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from gnsfast.critical_batch.branches.branch_process import reason_of
+from gnsfast.critical_batch.branches.branch_folder import BranchFolder, shown
 from gnsfast.errors import BranchError
 from gnsfast.parallel import process_count
 
 POLL = 0.02, 2.0
 """Seconds between two looks at the running calls. They grow from the first to the second."""
+
+LAUNCHED = "gnsfast.critical_batch.branches.launched"
+"""The module that each process runs."""
+
+MODULE_STARTERS = re.compile(r"torchrun|torch\.distributed\.run|accelerate|python[\d.]*")
+"""After such a word ``-m`` names a module; any other command starts a program."""
+
+SHARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""What tells a process that it is one of several."""
 
 Key = TypeVar("Key")
 
@@ -42,72 +61,47 @@ class Submits(Protocol):
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call: ...
 
 
-class Later:
-    """A call of this process, made when its result is asked for."""
-
-    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
-        self.result = partial(fn, *args)
-
-    def done(self) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
-
-
 class Here:
-    """An executor that calls in this process, one after another. Exceptions reach the caller."""
+    """An executor that calls in this process, one after another, when a result is asked for.
+    Exceptions reach the caller.
+    """
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Later:
-        return Later(fn, *args)
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call:
+        found: Any = Future()
+        found.done, found.result = lambda: True, partial(fn, *args)
+        return found  # type: ignore[no-any-return]
 
 
 class LocalProcesses(ThreadPoolExecutor):
     """Runs up to ``workers`` calls at once, each in a new process. One that dies ends no other.
 
-    The processes divide torch's threads among them. They end with this process, whatever ends it.
+    The processes divide torch's threads among them. They end with this process, whatever ends it,
+    because each reads from a pipe of which this process alone holds the other end.
     """
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
         self._torch_threads = max(1, torch.get_num_threads() // workers)
         self._context = multiprocessing.get_context("spawn")
-        self._started, self._closing = threading.Lock(), False
-        self._running: set[BaseProcess] = set()
+        self._ours, self._held = self._context.Pipe(duplex=False)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:  # type: ignore[override]
-        """Call ``fn`` in a new process.
-
-        Raises:
-            ValueError: for what cannot be pickled, so that no new process could call it.
-        """
-        try:
-            ForkingPickler.dumps((fn, args))
-        except Exception as error:
-            raise ValueError(
-                "other processes call make_run, so it must be a function at the top level of a "
-                f"module ({error})"
-            ) from error
+        """Call ``fn`` in a new process. What cannot be pickled is a ValueError."""
+        pickled(fn, args)
         return super().submit(self._call, fn, *args)
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         receiver, sender = self._context.Pipe(duplex=False)
         # Not a daemon: a daemon may not start processes of a DataLoader.
-        work = sender, self._torch_threads, fn, *args
+        work = self._ours, sender, self._torch_threads, fn, *args
         process = self._context.Process(target=_work, args=work)
-        with self._started:
-            if self._closing:
-                raise BranchError("the measurement ended before the process of this branch started")
-            process.start()
-            self._running.add(process)
+        process.start()
         sender.close()
         connection.wait([receiver, process.sentinel])
-        try:
+        said = None
+        with suppress(EOFError):  # it died
             said = receiver.recv() if receiver.poll() else None
-        except EOFError:  # it died
-            said = None
         process.join()
-        self._running.discard(process)
         if said is None:
             raise BranchError(f"its process ended with exit code {process.exitcode}")
         value, error = said
@@ -117,21 +111,16 @@ class LocalProcesses(ThreadPoolExecutor):
 
     def __exit__(self, *exception: object) -> None:
         """End all calls, also those at work."""
-        with self._started:
-            self._closing = True
-            for process in [*self._running]:
-                _end(process.pid, process.terminate)
+        self._held.close()
         self.shutdown(cancel_futures=True)
 
 
-def _work(
-    sender: "connection.Connection", threads: int, fn: Callable[..., Any], *args: Any
-) -> None:
+def _work(ours: Any, sender: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this one and its processes
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_after, args=(ours,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
         sender.send((fn(*args), None))
@@ -139,20 +128,12 @@ def _work(
         sender.send((None, error))
 
 
-def _end(pid: int | None, terminate: Callable[[], None]) -> None:
-    """End a process with those that it has started."""
-    try:
-        os.killpg(pid or 0, signal.SIGTERM)
-    except (ProcessLookupError, AttributeError):  # not a group yet, or Windows, which has none
-        terminate()
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is killed: nobody waits for its branch any more."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        connection.wait([parent.sentinel])
-        _end(None, partial(os._exit, 1))
-        os._exit(1)
+def _end_after(ours: Any) -> None:
+    """End this process, with those that it has started, once nobody holds the pipe any more."""
+    connection.wait([ours])
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGTERM)
+    os._exit(1)
 
 
 def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -173,16 +154,80 @@ def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, Any], None, None]:
             done = [key for key, call in calls.items() if call.done()]
             pause = POLL[0] if done else min(1.5 * pause, POLL[1])
             for key in done:
-                call = calls.pop(key)
-                try:
-                    said = call.result()
-                except Exception as error:  # the call was lost, for example with its machine
-                    if process_count() > 1:
-                        raise
-                    said = {"error": reason_of(error)}
-                yield key, said
+                said = told(calls.pop(key).result)  # an error: it was lost, as with its machine
+                yield key, said.get("value", said)
             if calls and not done:
                 time.sleep(pause)
     finally:
         for call in calls.values():
             call.cancel()
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line, with its type unless gnsfast worded the message itself."""
+    said, kind = str(error).partition("\n")[0], type(error).__name__
+    if isinstance(error, BranchError | ValueError):
+        return said or kind
+    return f"{kind}: {said}" if said else kind
+
+
+def launch(command: str | None, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
+    """Call ``work(*args)`` in the processes that ``command`` starts; return the first one's result.
+
+    Without a command, in a process of its own: this one on the main thread, else a new one.
+    Threads, such as Dask's tasks, share the random numbers of their process.
+
+    Args:
+        command: such as ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``.
+        folder: a folder that all of them share.
+        args: the first argument makes the run, and calls ``init_process_group``.
+
+    Raises:
+        ValueError: where the processes cannot import ``make_run``.
+        BranchError: where the command fails.
+    """
+    if command is None and threading.current_thread() is threading.main_thread():
+        return work(*args)
+    alone = {name: value for name, value in os.environ.items() if name not in SHARED}
+    words = shlex.split(command or "")
+    if not any(MODULE_STARTERS.fullmatch(Path(word).name) for word in words):
+        words.append(sys.executable)
+    result = folder.path / f"launched-{uuid.uuid4().hex}.json"
+    # Their output goes to stderr: stdout is that of the command that measures.
+    line = [*words, "-m", LAUNCHED, _packed(work, args, result)]
+    ended = subprocess.run(line, stdout=2, env=alone if command is None else None)
+    if ended.returncode and not result.is_file():
+        raise BranchError(
+            f"{words[0]} ended with exit code {ended.returncode}; its output says why"
+        )
+    said = json.loads(shown(result).read_text(encoding="utf-8"))
+    result.unlink()
+    if "error" in said:
+        raise BranchError(said["error"])
+    return said["value"]
+
+
+def _packed(work: Callable[..., Any], args: tuple[Any, ...], result: Path) -> str:
+    """The work as an argument of a command, and the path that it is imported by."""
+    job = pickled(work, args, result)
+    if b"__main__" in job:
+        raise ValueError(
+            "other processes call make_run, and they cannot import it from the script that runs: "
+            "move make_run into a module, and import it from there"
+        )
+    return base64.b64encode(pickle.dumps((sys.path, job))).decode()
+
+
+def pickled(*what: Any) -> bytes:
+    """What another process is to do.
+
+    Raises:
+        ValueError: for what cannot be pickled, so that no other process could call it.
+    """
+    try:
+        return pickle.dumps(what)
+    except Exception as error:
+        raise ValueError(
+            "other processes call make_run, so make_run must be a function at the top level of a "
+            f"module ({error})"
+        ) from error

@@ -17,7 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gnsfast.critical_batch.branches.branch_protocol import BranchRun
+from gnsfast.arguments import check_format
+from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch
 from gnsfast.errors import BranchError
 from gnsfast.parallel import first, is_first, meet, process_count
@@ -124,18 +125,13 @@ class BranchFolder:
 
     def refuse_other(self, run: Any) -> None:
         """Raise ValueError for a run whose own settings are not those of the folder."""
-        own = getattr(run, "branch_settings", None)
-        if settings := {f"run.{name}": each for name, each in (own() if own else {}).items()}:
+        if settings := own_settings(run):
             shown(self.path / SETTINGS)
             self._check_settings(settings)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         there = _read_object(saved := self.path / SETTINGS)
-        if there.get("kind") != KIND or there.get("format") != FORMAT:
-            raise ValueError(
-                f"{saved} has format {there.get('format')!r}, but this version of gnsfast reads "
-                f"format {FORMAT}: name a new folder"
-            )
+        check_format(saved, there, KIND, FORMAT, ": name a new folder")
         other = [
             f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
             for name, value in settings.items()
@@ -210,30 +206,28 @@ class BranchFolder:
         """
         saved = first(lambda: self._newest(k))
         try:
-            run.restore(shown(self.path / (saved or CHECKPOINT)))
-            own = self.path / saved / STEPS if saved else Path(os.devnull)
+            run.restore(shown(saved or self.checkpoint))
+            own = saved / STEPS if saved else Path(os.devnull)
             return [json.loads(line) for line in own.read_text(encoding="utf-8").splitlines()]
         except FileNotFoundError:  # another process has just saved this branch, and deleted that
             if process_count() > 1 or self._newest(k) == saved:
                 raise
             return self.resume(run, k)
 
-    def _newest(self, k: float) -> str | None:
-        """The name of the newest whole save, of which a listing may not know yet."""
-        if noted := max((int(each) for each in self._noted(k) if each != DONE), default=0):
-            shown(self._branch_path(k, f"-at-{noted}"))
-        whole = [at for at in self._glob(k, "-at-*") if _tokens(at) and (at / STEPS).is_file()]
-        return max(whole, key=_tokens).name if whole else None
+    def _newest(self, k: float) -> Path | None:
+        """The newest save, by what was noted: a listing may not know it yet."""
+        newest = max((int(each) for each in self._noted(k) if each != DONE), default=0)
+        return self._branch_path(k, f"-at-{newest}") if newest else None
 
     def save(self, run: BranchRun, k: float, steps: list[dict[str, Any]]) -> None:
         """Save the run within a branch, with its steps. Then delete the older saves."""
         tokens = steps[-1]["tokens"]
         self._save(run, self._branch_path(k, f"-at-{tokens}"), *steps)
         if is_first():
+            older = [each for each in self._noted(k) if each != DONE and int(each) < tokens]
             self._note(k, tokens)
-            for at in self._glob(k, "-at-*"):
-                if 0 < _tokens(at) < tokens:
-                    shutil.rmtree(at, ignore_errors=True)
+            for each in older:
+                shutil.rmtree(self._branch_path(k, f"-at-{each}"), ignore_errors=True)
 
     def _save(self, run: BranchRun, to: Path, *steps: dict[str, Any]) -> bool:
         """Save under a name of its own, then rename; False where another process came first."""
@@ -340,9 +334,3 @@ def shown(path: Path) -> Path:
             )
         time.sleep(0.1)
     return path
-
-
-def _tokens(save: Path) -> int:
-    """How many a save is after; 0 for one that is not whole."""
-    tokens = save.name.rpartition("-at-")[2]
-    return int(tokens) if tokens.isdigit() else 0

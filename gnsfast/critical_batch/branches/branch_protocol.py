@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class BranchStep(NamedTuple):
@@ -81,3 +81,8 @@ class BranchRun(Protocol):
                 1.0 is the unbranched run. ``save`` does not write it.
         """
         ...
+
+
+def own_settings(run: Any) -> dict[str, Any]:
+    """The settings of a run that its branches depend on, as the folder names them."""
+    return {f"run.{name}": each for name, each in getattr(run, "branch_settings", dict)().items()}

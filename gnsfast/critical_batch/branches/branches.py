@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``measure_critical_batch``: trains branches of a checkpoint for its critical batch size."""
+"""``measure_critical_batch``: trains branches of a checkpoint for its critical batch size.
+``measure_repeatedly`` does so with other data each time.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,22 +17,22 @@ from gnsfast.critical_batch.branches.branch_executors import (
     LocalProcesses,
     Submits,
     ended,
+    launch,
     told,
 )
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_plan import Plan
-from gnsfast.critical_batch.branches.branch_process import Job, train_job
+from gnsfast.critical_batch.branches.branch_process import Plan, train_job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
-from gnsfast.critical_batch.branches.launcher import launch
 from gnsfast.critical_batch.branches.measurement import (
     SETTINGS,
     Branch,
     CriticalBatch,
+    averaged,
     noise_scale_records,
     noise_scales_from_record,
 )
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import METRICS
 from gnsfast.parallel import first, process_count
@@ -117,15 +119,29 @@ def measure_critical_batch(
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
-    plan = Plan(
-        *(tuple(k), delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
-    )
+    ks = tuple(sorted(map(float, k)))
+    plan = Plan(ks, delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
     if factor is not None:
         check_choice("factor", factor, METRICS)
         if not noise_scale:
             raise ValueError("factor needs the noise scale: leave out noise_scale=False")
     here = run is not None and not (integer("workers", workers, 0) or executor)
-    _check_processes(run, make_run, here, workers, executor, launcher)
+    if workers and executor is not None:
+        raise ValueError("workers and executor exclude each other: pass one of them")
+    if launcher is not None and run is not None:
+        raise ValueError(
+            "launcher needs run=None, because each launched process makes its own run by make_run()"
+        )
+    if not here and make_run is None:
+        raise ValueError(
+            "workers, executor, launcher and run=None need make_run=..., a function that returns "
+            "the run in another process"
+        )
+    if not here and process_count() > 1:
+        raise ValueError(
+            f"this run has {process_count()} processes, which train its branches together: leave "
+            "out workers, executor and launcher"
+        )
     if run is not None:
         plan.settings(run)  # raises before anything is written
     files = BranchFolder(Path(folder).absolute())
@@ -144,14 +160,14 @@ def measure_critical_batch(
             return pool.submit(*how, work, make, files, *args)
 
         if run is None:
-            settings = _prepared(submit(_prepare_anew, plan))
+            settings = _prepared(submit(_prepare, plan))
         else:
-            settings = _prepare(run, files, plan)
+            settings = _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
         if factor is not None:
             _refuse_unmeasured(factor, scales)
-        branches, missing = _train(files, plan.jobs(settings["batch_size"]), submit, on_branch)
+        branches, missing = _train(files, plan, settings["batch_size"], submit, on_branch)
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
@@ -178,47 +194,15 @@ def _refuse_unmeasured(factor: str, scales: dict[str, Any]) -> None:
     )
 
 
-def _check_processes(
-    run: BranchRun | None,
-    make_run: Callable[[], BranchRun] | None,
-    here: bool,
-    workers: int,
-    executor: Submits | None,
-    launcher: str | None,
-) -> None:
-    """Raise ValueError where it is not clear which processes make the run and train."""
-    if workers and executor is not None:
-        raise ValueError("workers and executor exclude each other: pass one of them")
-    if launcher is not None and run is not None:
-        raise ValueError(
-            "launcher needs run=None, because each launched process makes its own run by make_run()"
-        )
-    if not here and make_run is None:
-        raise ValueError(
-            "workers, executor, launcher and run=None need make_run=..., a function that returns "
-            "the run in another process"
-        )
-    if not here and process_count() > 1:
-        raise ValueError(
-            f"this run has {process_count()} processes, which train its branches together: leave "
-            "out workers, executor and launcher"
-        )
-
-
-def _prepare(run: BranchRun, files: BranchFolder, plan: Plan) -> dict[str, Any]:
+def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> dict[str, Any]:
     """Save the checkpoint and measure the noise scale there; the settings of the branches."""
+    run = make_run()
     settings = plan.settings(run)
     files.prepare(settings, run)
     if plan.noise_scale and first(files.noise_scale) is None:
         record = _measured(run)
         first(lambda: files.write_noise_scale(record))
     return settings
-
-
-def _prepare_anew(
-    make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan
-) -> dict[str, Any]:
-    return _prepare(make_run(), files, plan)
 
 
 def _prepared(call: Call) -> dict[str, Any]:
@@ -252,7 +236,8 @@ def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
 
 def _train(
     files: BranchFolder,
-    jobs: list[Job],
+    plan: Plan,
+    batch_size: int,
     submit: Callable[..., Call],
     on_branch: Callable[[Branch], None] | None,
 ) -> tuple[tuple[Branch, ...], dict[float, str]]:
@@ -273,16 +258,17 @@ def _train(
     for finished in first(files.branches):
         take(finished)
     trained = {branch.k for branch in found}
-    calls = {job: submit(train_job, job) for job in jobs if job.k not in trained}
+    asked = [branch for branch in plan.branches(batch_size) if branch.k not in trained]
+    calls = {branch: submit(train_job, plan, branch) for branch in asked}
     with closing(ended(calls)) as ends:
-        for job, said in ends:
+        for branch, said in ends:
             if "value" in said:
                 take(Branch.from_record(said["value"]))
             else:
-                there = [branch for branch in files.branches() if branch.k == job.k]
+                there = [other for other in files.branches() if other.k == branch.k]
                 if there:  # another process has finished it
-                    files.forget_failure(job.k)
-                take(there[0] if there else job.branch("failed", reason=said["error"]))
+                    files.forget_failure(branch.k)
+                take(there[0] if there else replace(branch, reason=said["error"]))
     return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
 
 
@@ -295,8 +281,7 @@ def _measured(run: BranchRun) -> dict[str, Any]:
         reason = "the run has no method noise_scale()"
     elif record["noise_scale"] is None:
         reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
-    identity: Callable[[], RunIdentity] | None = getattr(run, "identity", None)
-    known = RunIdentity() if identity is None else identity()
+    known: RunIdentity = getattr(run, "identity", RunIdentity)()
     own = replace(known, tokens_per_sample=run.tokens_per_sample)
     return record | {"noise_scale_reason": reason, "run": asdict(own)}
 
@@ -310,3 +295,53 @@ def _noise_scales(record: dict[str, Any] | None) -> dict[str, Any]:
         "noise_scale_reason": record["noise_scale_reason"],
         "run": RunIdentity.from_record(record.get("run")),
     }
+
+
+def measure_repeatedly(
+    run: BranchRun,
+    *,
+    folder: str | os.PathLike[str],
+    repeats: int,
+    delta_tokens: int,
+    k: Iterable[float] = (0.5, 1, 2, 4, 8),
+    noise_scale: bool = True,
+    factor: str | None = None,
+    **how: Any,
+) -> CriticalBatch:
+    """Measure one checkpoint several times, each time on other data, and return ``averaged``.
+
+    The first measurement is that of ``measure_critical_batch`` in the same folder. Before each
+    further one the run goes back to the weights of the checkpoint and skips the data that earlier
+    branches trained on. Its branches are in ``repeat-1``, ``repeat-2`` and so on below the folder,
+    and the folder itself gets the averaged result. To continue, or to add repeats, call again.
+
+    Args:
+        run: a run with a method ``skip(tokens)``, such as ``TorchRun``.
+        repeats: the number of measurements, at least 2. Each costs as much as a single one.
+        how: further arguments of ``measure_critical_batch``.
+
+    Raises:
+        ValueError: for a run that cannot skip data, and where ``measure_critical_batch`` raises it.
+        BranchError: where ``measure_critical_batch`` raises it.
+    """
+    integer("repeats", repeats, 2)
+    skip = getattr(run, "skip", None)
+    if not callable(skip):
+        raise ValueError(
+            f"each repeat trains on other data, and {type(run).__name__} has no skip(tokens) to "
+            "reach it: add that method (gnsfast.critical_batch.BranchRun), or measure once"
+        )
+    path, ks = Path(folder), tuple(k)
+    how |= {"k": ks, "delta_tokens": delta_tokens}
+    longest = delta_tokens + round(max(ks, default=1) * run.batch_size) * run.tokens_per_sample
+    measured: dict[str, Any] = {"noise_scale": noise_scale, "factor": factor}
+    found = [measure_critical_batch(run, folder=path, **measured, **how)]
+    files = BranchFolder(path)
+    with restored(run, files):
+        for number in range(1, repeats):
+            skip(longest)
+            below = path / f"repeat-{number}"
+            found.append(measure_critical_batch(run, folder=below, noise_scale=False, **how))
+    result = averaged(found)
+    first(lambda: files.write_result(result.record()))
+    return result

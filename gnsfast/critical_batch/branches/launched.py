@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module that each process of ``launcher.launch`` runs. Its only argument is the work."""
+"""The module that each process of ``launch`` runs. Its only argument is the work."""
 
 import base64
 import os
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gnsfast.critical_batch.branches.branch_executors import reason_of
 from gnsfast.critical_batch.branches.branch_folder import write
-from gnsfast.critical_batch.branches.branch_process import reason_of
 from gnsfast.errors import BranchError
 from gnsfast.parallel import is_first, process_count
 

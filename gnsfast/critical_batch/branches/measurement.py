@@ -4,15 +4,15 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from gnsfast.arguments import check_choice, finite_or_none
+from gnsfast.arguments import check_choice, check_format, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
-from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
 from gnsfast.interval import Interval
 from gnsfast.noise_scale import (
     METRICS,
@@ -32,6 +32,13 @@ SETTINGS = (
     *("tolerance", "alpha", "lr", "loss"),
 )
 """The fields of ``CriticalBatch`` that are known before a branch is trained."""
+
+Scale = type[ModuleNoiseScale] | type[DualNormEstimate]
+SCALES: dict[str, Scale] = {
+    **dict.fromkeys(("noise_scale", "adam"), ModuleNoiseScale),
+    **dict.fromkeys(("sign", "spectral"), DualNormEstimate),
+}
+"""Its fields that hold a noise scale, and what they are."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,7 @@ class CriticalBatch:
             "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
-            **{name: noise_scale_record(getattr(self, name)) for name in ("noise_scale", *OTHERS)},
+            **{name: _record(getattr(self, name), kind) for name, kind in SCALES.items()},
             "noise_scale_reason": self.noise_scale_reason,
             "run": asdict(self.run),
         }
@@ -221,8 +228,7 @@ class CriticalBatch:
         Raises:
             ValueError: for a record of another kind or format.
         """
-        if record.get("kind") != KIND or record.get("format") != FORMAT:
-            raise ValueError(f"not a {KIND!r} record of format {FORMAT}")
+        check_format("the record", record, KIND, FORMAT)
         return CriticalBatch(
             **{name: record[name] for name in (*SETTINGS, "noise_scale_reason")},
             branches=tuple(map(Branch.from_record, record["branches"])),
@@ -266,16 +272,14 @@ class CriticalBatch:
 
     def summary(self) -> str:
         """The result in a few lines, without the table."""
+        note = "for a lower bound, measure a smaller k too"
         if self.resolved:
-            value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
-            size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
+            note = "about " + (f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}")
         elif self.lower > 0:
-            size = (
-                f"at least {self.lower:,.0f} samples (for an upper bound, measure a larger k too)"
-            )
-        elif math.isfinite(self.upper):
-            size = f"at most {self.upper:,.0f} samples (for a lower bound, measure a smaller k too)"
-        else:
+            note = "for an upper bound, measure a larger k too"
+        ends = Interval(self.value, self.lower, self.upper).ends("{:,.0f}".format)
+        size = f"{ends} samples ({note})"
+        if not ends:
             size = "unknown, because a single branch has nothing to be compared with"
         what = "evaluation loss" if self.loss == "evaluate" else "training loss"
         lines = [
@@ -345,15 +349,10 @@ def pooled_factor(
         f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
         for r, m in zip(ratios, measurements)
     )
-    return CriticalBatchFactor(
-        math.exp(math.fsum(logs) / len(logs)),
-        min(lower for _, lower, _ in ratios),
-        max(upper for _, _, upper in ratios),
-        metric,
-        f"branches: {each}",
-        measurements[0].run,
-        tuple(m.tokens for m in measurements),
-    )
+    ends = min(ratio.lower for ratio in ratios), max(ratio.upper for ratio in ratios)
+    run, tokens = measurements[0].run, tuple(m.tokens for m in measurements)
+    value = math.exp(math.fsum(logs) / len(logs))
+    return CriticalBatchFactor(value, *ends, metric, f"branches: {each}", run, tokens)
 
 
 def null_to_nan(x: float | None) -> float:
@@ -370,39 +369,86 @@ def _times_noise_scale(ratio: Interval) -> str:
 
 def noise_scale_records(found: NoiseScale | None) -> dict[str, Any]:
     """A JSON object of the noise scale in each metric, or None where it was not measured."""
-    others = {} if found is None else found.others
-    return {
-        "noise_scale": noise_scale_record(found),
-        **{metric: noise_scale_record(others.get(metric)) for metric in OTHERS},
-    }
+    scales = {} if found is None else {"noise_scale": found, **found.others}
+    return {name: _record(scales.get(name), kind) for name, kind in SCALES.items()}
 
 
-def noise_scale_record(scale: Estimate | None) -> dict[str, Any] | None:
+def _record(scale: Estimate | None, kind: Scale) -> dict[str, Any] | None:
     """A JSON object of a noise scale, or None where it was not measured."""
     if scale is None or math.isnan(scale.noise_scale):
         return None
-    kind = DualNormEstimate if isinstance(scale, DualNormEstimate) else ModuleNoiseScale
     numbers = {f.name: finite_or_none(getattr(scale, f.name)) for f in fields(kind)}
     return numbers | {"resolved": scale.resolved}
 
 
 def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``CriticalBatch`` that such objects hold. Older records lack some of them."""
-    return {
-        name: _noise_scale(record.get(name), kind)
-        for name, kind in (
-            ("noise_scale", ModuleNoiseScale),
-            ("adam", ModuleNoiseScale),
-            ("sign", DualNormEstimate),
-            ("spectral", DualNormEstimate),
-        )
-    }
+    return {name: _noise_scale(record.get(name), kind) for name, kind in SCALES.items()}
 
 
-def _noise_scale(
-    record: Mapping[str, Any] | None, kind: type[ModuleNoiseScale] | type[DualNormEstimate]
-) -> Estimate | None:
+def _noise_scale(record: Mapping[str, Any] | None, kind: Scale) -> Estimate | None:
     """The noise scale of an object, in which null stands for infinity."""
     if record is None:
         return None
     return kind(*(math.inf if record[f.name] is None else record[f.name] for f in fields(kind)))
+
+
+def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
+    """Apply the rule to the mean losses of several measurements.
+
+    Each measurement starts from the same checkpoint and trains on other data: restore the same
+    folder, take a stream of another seed, and measure into a new folder. ``loss_std`` of the result
+    is the standard error of the mean, ``statistics.stdev(losses) / sqrt(len(losses))``. It includes
+    what a single measurement cannot know: how much the weights depend on the data that a branch
+    trained on. The result has each k that all measurements trained. A branch that diverged in one
+    of them counts as diverged.
+
+    Args:
+        measurements: at least two, with the same checkpoint and settings.
+
+    Raises:
+        ValueError: for fewer than two measurements, or where a setting differs (the message names
+            it).
+        BranchError: where one of them lacks k = 1.
+
+    >>> import math
+    >>> from dataclasses import replace
+    >>> from gnsfast.critical_batch import Branch, CriticalBatch
+    >>> from gnsfast.critical_batch import averaged
+    >>> one = CriticalBatch(
+    ...     5000, 32, 10, 9000, 0.01, 0.5, "sqrt", "evaluate",
+    ...     branches=(Branch(1.0, 32, 1.0, 2.0, math.nan, 28, 9000),
+    ...               Branch(2.0, 64, 1.4, 2.1, math.nan, 14, 9000)),
+    ... )
+    >>> other = replace(one, branches=tuple(replace(b, loss=b.loss + 0.004) for b in one.branches))
+    >>> [f"{b.loss:.3f} ± {b.loss_std:.3f}" for b in averaged([one, other]).branches]
+    ['2.002 ± 0.002', '2.102 ± 0.002']
+    """
+    if len(measurements) < 2:
+        raise ValueError(
+            f"averaged() needs at least two measurements of one checkpoint, not {len(measurements)}"
+        )
+    first = measurements[0]
+    for other in measurements[1:]:
+        for name in SETTINGS:
+            if (theirs := getattr(other, name)) != (ours := getattr(first, name)):
+                raise ValueError(
+                    f"the measurements differ in {name}: {ours!r} and {theirs!r}. An average needs "
+                    "measurements of one checkpoint with the same settings"
+                )
+    by_k = [{b.k: b for b in m.branches} for m in measurements]
+    shared = [k for k in by_k[0] if all(k in each for each in by_k)]
+    missing = {k: "not trained in every measurement" for each in by_k for k in each}
+    return replace(
+        first,
+        branches=tuple(_mean([each[k] for each in by_k]) for k in shared),
+        missing={k: why for k, why in sorted(missing.items()) if k not in shared},
+    )
+
+
+def _mean(branches: Sequence[Branch]) -> Branch:
+    losses = [b.loss for b in branches]
+    if not all(map(math.isfinite, losses)):
+        return replace(branches[0], loss=math.inf, loss_std=math.nan, state="diverged")
+    error = statistics.stdev(losses) / math.sqrt(len(losses))
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error)

@@ -1,20 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ChangingBatchSize``: a batch size that changes while a run trains, and what moves with it."""
+"""``ChangingBatchSize``: a batch size that changes while a run trains, and what moves with it.
+``ScheduledBatchSize`` changes it at thresholds in tokens.
+"""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from gnsfast.arguments import whole_number
-from gnsfast.critical_batch.control.decision import Decision
-from gnsfast.critical_batch.control.settings import Settings
+from gnsfast.arguments import check_format, finite_or_none, finite_or_text, whole_number
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
-from gnsfast.critical_batch.run_identity import RunIdentity
-from gnsfast.interval import Interval
+from gnsfast.critical_batch.critical_batch_factor import RunIdentity
+from gnsfast.critical_batch.rules import Rules
+from gnsfast.critical_batch.schedule import BatchSizeSchedule
+from gnsfast.interval import NOT_KNOWN, Interval
 from gnsfast.noise_scale import NoiseScale
+
+OF_THE_MACHINE = ("data_parallel", "micro_batch")
+"""Settings that may differ when a run is resumed."""
+
+FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
+"""Settings that may not differ: past changes of learning rates and token counts depend on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of every batch size that changes, with all defaults filled in."""
+
+    batch_size: int
+    tokens_per_sample: int
+    total_tokens: int
+    lr: str
+    betas: str
+    weight_decay: str
+    data_parallel: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_sample", "total_tokens"):
+            whole_number(name, getattr(self, name))
+        self.rules  # noqa: B018 - raises for a name that no rule has
+        for size in (self.batch_size, *self.sizes):
+            self.check_batch(size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every batch size that the run may take."""
+        return (self.batch_size,)
+
+    @property
+    def rules(self) -> Rules:
+        """By which hyperparameters follow the batch size."""
+        return Rules(self.lr, self.betas, self.weight_decay)
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of one micro-batch over all processes."""
+        return self.data_parallel * self.micro_batch
+
+    def check_batch(self, batch_size: int) -> None:
+        if batch_size % self.samples_at_once:
+            raise ValueError(
+                f"a batch size of {batch_size} cannot be split into micro-batches of "
+                f"{self.micro_batch} samples on {self.data_parallel} processes: it must be a "
+                f"multiple of {self.samples_at_once}"
+            )
+
+    def check_size(self, batch_size: int) -> None:
+        """Raise ValueError where a resumed run could not have this batch size."""
+        self.check_batch(batch_size)
+
+    def state(self) -> dict[str, Any]:
+        """All settings for JSON."""
+        return asdict(self)
+
+    def check_saved(self, saved: dict[str, Any], change: Collection[str]) -> None:
+        """Raise ValueError where a saved setting differs that ``change`` does not name."""
+        ours = self.state()
+        if unknown := sorted(set(change) - set(ours)):
+            raise ValueError(f"change names unknown settings: {', '.join(unknown)}")
+        if fixed := sorted(set(change) & set(FIXED)):
+            raise ValueError(f"a resumed run cannot change {', '.join(fixed)}")
+        for name, value in ours.items():
+            if saved.get(name) == value or name in change or name in OF_THE_MACHINE:
+                continue
+            remedy = "" if name in FIXED else f" (to change it, pass change=[{name!r}])"
+            raise ValueError(
+                f"the state was saved with {name}={saved.get(name)!r}, but this controller has "
+                f"{name}={value!r}{remedy}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(Settings):
+    """The settings of ``ScheduledBatchSize``."""
+
+    thresholds: list[list[int]]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({size for _, size in self.thresholds}))
+
+
+def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None) -> int:
+    """The samples of a micro-batch on each process, by default the first batch in one piece."""
+    data_parallel = whole_number("data_parallel", data_parallel)
+    if micro_batch is not None:
+        return whole_number("micro_batch", micro_batch)
+    if batch_size % data_parallel:
+        raise ValueError(
+            f"batch_size={batch_size} must be a multiple of data_parallel={data_parallel}"
+        )
+    return batch_size // data_parallel
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One change of batch size or phase, or a warning.
+
+    Args:
+        tokens: trained so far, at the end of an optimizer step.
+        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``; ``"schedule"`` where
+            thresholds decide.
+        old, new: batch sizes in samples, equal for a change of phase and for a warning.
+        lr_factor: multiplies the learning rate.
+        estimate: the critical batch size in samples (noise scale times factor), with the interval
+            ``lower`` to ``upper``. NaN before the first measurement, infinite where the noise scale
+            is infinite.
+        warning: the batch exceeds the estimate by more than ``over`` allows, or is too small under
+            a controller that does not make it larger than the first.
+    """
+
+    tokens: int
+    phase: str
+    old: int
+    new: int
+    lr_factor: float
+    estimate: float
+    lower: float
+    upper: float
+    reason: str
+    warning: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """A line for a JSON log, with null for numbers that are not finite."""
+        return {"kind": "decision"} | {k: finite_or_none(v) for k, v in asdict(self).items()}
+
+    def state(self) -> dict[str, Any]:
+        """All fields for JSON without loss, with infinity and NaN as text."""
+        return {k: finite_or_text(v) for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> "Decision":
+        """The decision whose ``state()`` this is."""
+        numbers = ("lr_factor", "estimate", "lower", "upper")
+        return Decision(**state | {k: float(state[k]) for k in numbers})
 
 
 class ChangingBatchSize(ABC):
@@ -141,11 +285,7 @@ class ChangingBatchSize(ABC):
                 kind or format, or with a batch size that these processes and micro-batches cannot
                 divide.
         """
-        if state.get("kind") != self.KIND or state.get("format") != self.FORMAT:
-            raise ValueError(
-                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}, but this "
-                f"version of gnsfast reads a {self.KIND!r} of format {self.FORMAT}"
-            )
+        check_format("the state", state, self.KIND, self.FORMAT)
         self.settings.check_saved(state["settings"], change)
         self.settings.check_size(state["batch_size"])
         self.batch_size, self.tokens = state["batch_size"], state["tokens"]
@@ -177,14 +317,95 @@ class ChangingBatchSize(ABC):
     ) -> Decision:
         """Change to the batch size ``new``, which may be the present one, and note why."""
         old, self.batch_size = self.batch_size, new
-        decision = Decision(
-            *(self.tokens, phase, old, new),
-            lr_factor=self.settings.rules.lr_factor(new / old),
-            estimate=critical.value,
-            lower=critical.lower,
-            upper=critical.upper,
-            reason=reason,
-            warning=warning,
-        )
+        lr_factor = self.settings.rules.lr_factor(new / old)
+        decision = Decision(self.tokens, phase, old, new, lr_factor, *critical, reason, warning)
         self.decisions.append(decision)
         return decision
+
+
+class ScheduledBatchSize(ChangingBatchSize):
+    """Train a ``BatchSizeSchedule``: the batch size, and what moves with it, change at thresholds.
+
+    It goes wherever a ``BatchSizeController`` goes, in your own loop and in both
+    ``BatchSizeCallback``s, and needs no noise scale. In your own loop the steps are those that the
+    schedule counts. A callback changes the batch size at the next step that the old and the new
+    size both divide.
+
+    Args:
+        schedule: the batch sizes and their tokens. They may also fall.
+        lr, betas, weight_decay: as for ``BatchSizeController``.
+        data_parallel, micro_batch: as there. Every batch size is a multiple of their product.
+
+    Raises:
+        ValueError: for an invalid setting; the message names it.
+
+    Source: the thresholds of the example are those of Merrill et al. 2025 (arXiv 2505.23971), who
+    double the batch at 168B and 503B tokens and multiply the learning rate by √2 each time.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize
+    >>> olmo = [(0, 1024), (168e9, 2048), (503e9, 4096)]
+    >>> schedule = BatchSizeSchedule(olmo, total_tokens=658e9, tokens_per_sample=4096)
+    >>> batch = ScheduledBatchSize(schedule, data_parallel=64, micro_batch=4)
+    >>> batch.accumulation
+    4
+    >>> batch.update(168_000_000_000).reason
+    'the schedule has 2,048 samples from 168B tokens on'
+    >>> batch.accumulation, round(batch.lr_factor, 4)
+    (8, 1.4142)
+    """
+
+    KIND: ClassVar[str] = "scheduled batch size"
+    FORMAT: ClassVar[int] = 1
+    settings: ScheduleSettings
+
+    def __init__(
+        self,
+        schedule: BatchSizeSchedule,
+        *,
+        lr: str = "sqrt",
+        betas: str = "keep",
+        weight_decay: str = "keep",
+        data_parallel: int = 1,
+        micro_batch: int | None = None,
+    ) -> None:
+        thresholds = [[int(tokens), size] for tokens, size in schedule.thresholds]
+        super().__init__(
+            ScheduleSettings(
+                batch_size=thresholds[0][1],
+                tokens_per_sample=schedule.tokens_per_sample,
+                total_tokens=int(schedule.total_tokens),
+                lr=lr,
+                betas=betas,
+                weight_decay=weight_decay,
+                data_parallel=data_parallel,
+                micro_batch=micro_batch_of(thresholds[0][1], data_parallel, micro_batch),
+                thresholds=thresholds,
+            )
+        )
+
+    def update(
+        self, tokens: int, noise_scale: NoiseScale | Callable[[], NoiseScale] | None = None
+    ) -> Decision | None:
+        """Call it between optimizer steps with the tokens trained so far.
+
+        Returns:
+            A decision that holds from the next step on where a threshold is reached, or None.
+
+        Raises:
+            ValueError: for tokens that decrease.
+        """
+        self.tokens = self._checked(tokens)
+        threshold, size = self._due(tokens)
+        if size == self.batch_size:
+            return None
+        reason = f"the schedule has {size:,} samples from {exact_count(threshold)} tokens on"
+        return self._decide("schedule", size, NOT_KNOWN, reason)
+
+    def check_run(self, run: RunIdentity) -> None:
+        """Thresholds go with any run: they were not measured in one."""
+
+    def next_size(self, tokens: int) -> int:
+        return self._due(tokens)[1]
+
+    def _due(self, tokens: int) -> list[int]:
+        return [entry for entry in self.settings.thresholds if entry[0] <= tokens][-1]

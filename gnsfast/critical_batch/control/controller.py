@@ -1,24 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
 """``BatchSizeController``: a batch size that grows with the critical batch size."""
 
+import math
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from gnsfast.arguments import finite_or_text, whole_number
+from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
 from gnsfast.counts import in_samples
-from gnsfast.critical_batch.control.changing import ChangingBatchSize
-from gnsfast.critical_batch.control.decision import Decision, Evidence, evidence
-from gnsfast.critical_batch.control.settings import (
-    ControllerSettings,
-    checked_factor,
+from gnsfast.critical_batch.control.changing import (
+    ChangingBatchSize,
+    Decision,
+    Settings,
     micro_batch_of,
 )
-from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
-from gnsfast.interval import Interval
-from gnsfast.noise_scale import OVER, NoiseScale, critical_batch_metrics, excess, verdict_on
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
+from gnsfast.interval import NOT_KNOWN, Interval
+from gnsfast.noise_scale import (
+    METRICS,
+    OVER,
+    NoiseScale,
+    checked_factor,
+    critical_batch_metrics,
+    excess,
+    verdict_on,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSettings(Settings):
+    """The arguments of ``BatchSizeController`` with all defaults filled in."""
+
+    factor: CriticalBatchFactor
+    max_batch_size: int
+    min_batch_size: int | None
+    calibrate: float
+    warm_up_until: float
+    growth: int
+    patience: int
+    check_every: int
+    over: float
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "check_every"):
+            whole_number(name, getattr(self, name))
+        whole_number("growth", self.growth, 2)
+        real_number("calibrate", self.calibrate, 0.0, 1.0)
+        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
+        real_number("over", self.over, 1.0)
+        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} must be at least the batch size of "
+                f"{self.batch_size}"
+            )
+        if (least := self.min_batch_size) is not None:
+            whole_number("min_batch_size", least)
+            if self.sizes[0] != least:
+                raise ValueError(
+                    f"min_batch_size={least} is not what the batch size of {self.batch_size} comes "
+                    f"to by dividing by growth={self.growth} again and again"
+                )
+        super().__post_init__()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        down, up = [self.batch_size], [self.batch_size]
+        least = self.batch_size if self.min_batch_size is None else self.min_batch_size
+        while down[-1] % self.growth == 0 and down[-1] // self.growth >= least:
+            down.append(down[-1] // self.growth)
+        while up[-1] * self.growth <= self.max_batch_size:
+            up.append(up[-1] * self.growth)
+        return (*down[:0:-1], *up)
+
+    def smaller(self, batch_size: int) -> int | None:
+        """The batch size that one of ``batch_size`` may shrink to, if any."""
+        if self.min_batch_size is None or batch_size % (self.growth * self.samples_at_once):
+            return None
+        size = batch_size // self.growth
+        return size if size >= self.min_batch_size else None
+
+    def check_size(self, batch_size: int) -> None:
+        super().check_size(batch_size)
+        if batch_size > self.max_batch_size:
+            raise ValueError(
+                f"the saved batch size of {batch_size} is above "
+                f"max_batch_size={self.max_batch_size}: pass a larger max_batch_size"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """All settings for JSON; the factor without its source and its run."""
+        numbers = ("value", "lower", "upper", "metric")
+        factor = {k: finite_or_text(getattr(self.factor, k)) for k in numbers}
+        return asdict(self) | {"factor": factor}
+
+
+def measured_factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
+    """A number as a factor of ``metric``, or a measured factor that is one of it."""
+    check_choice("metric", metric, METRICS)
+    if not isinstance(factor, CriticalBatchFactor):
+        return CriticalBatchFactor(*checked_factor(factor, metric), "set by hand")
+    if factor.metric != metric:
+        raise ValueError(
+            f"the factor was measured with metric={factor.metric!r} ({factor.source}) and holds "
+            f"for this metric only, but the controller has metric={metric!r}: make them the same"
+        )
+    if factor.lower == 0:
+        raise ValueError(
+            f"the factor's interval begins at 0 ({factor.source}), so no noise scale could ever "
+            "grow the batch size: measure the factor again, or pass factor=measured.value"
+        )
+    return factor
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The critical batch size by one measurement: noise scale times factor, in samples.
+
+    ``may_grow``: its lower end may justify a larger batch. ``may_warn``: its upper end may justify
+    a smaller batch or a warning.
+    """
+
+    critical: Interval = NOT_KNOWN
+    may_grow: bool = False
+    may_warn: bool = False
+
+
+def evidence(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Evidence:
+    """The critical batch size that a window's noise scale gives.
+
+    - Not measured: it justifies nothing.
+    - One-sided ("at least ``lower``"): it may justify growth, but no warning.
+    - Drifting: the window's mean lags behind the present value. It may justify growth unless it is
+      below the ``previous`` estimate, and a warning unless it is above.
+
+    Each end of the interval is that of the noise scale times that of the factor.
+
+    Raises:
+        TypeError: where ``found`` is not a ``NoiseScale``.
+        ValueError: where the noise scale in the factor's metric is not measured.
+    """
+    if not isinstance(found, NoiseScale):
+        raise TypeError(f"noise_scale must be gns.compute() or gns.compute itself, not {found!r}")
+    scale = found.under(factor.metric)
+    value = factor.value * scale.noise_scale
+    if math.isnan(value):
+        return Evidence()
+    return Evidence(
+        Interval(value, factor.lower * scale.lower, factor.upper * scale.upper),
+        may_grow=not found.drift or value >= previous,
+        may_warn=math.isfinite(scale.upper) and (not found.drift or value <= previous),
+    )
+
 
 PHASES = ("calibrate", "warm up", "monitor")
+
+NAMES = {each.name for each in fields(ControllerSettings)}
+"""The arguments that are settings by the same names."""
 
 CHECKS = 400
 """The default number of checks in a run: three in a row are 0.75 % of its tokens."""
@@ -126,30 +263,16 @@ class BatchSizeController(ChangingBatchSize):
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in NAMES}
         batch_size = whole_number("batch_size", batch_size)
         total_tokens = whole_number("total_tokens", total_tokens)
-        known = checked_factor(factor, metric)
+        known = measured_factor(factor, metric)
         known.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
-        settings = ControllerSettings(
-            batch_size=batch_size,
-            factor=known,
-            tokens_per_sample=tokens_per_sample,
-            total_tokens=total_tokens,
-            max_batch_size=batch_size if max_batch_size is None else max_batch_size,
-            min_batch_size=min_batch_size,
-            calibrate=calibrate,
-            warm_up_until=warm_up_until,
-            growth=growth,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            patience=patience,
-            check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
-            over=over,
-            data_parallel=data_parallel,
-            micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
-        )
-        super().__init__(settings)
+        defaults = {"max_batch_size": batch_size, "check_every": max(1, total_tokens // CHECKS)}
+        given |= {name: own for name, own in defaults.items() if given[name] is None}
+        given["micro_batch"] = micro_batch_of(batch_size, data_parallel, micro_batch)
+        given |= {"batch_size": batch_size, "total_tokens": total_tokens, "factor": known}
+        super().__init__(settings := ControllerSettings(**given))
         self._evidence = Evidence()
         self._rows = dict.fromkeys(("grow", "shrink", "over", "recovered"), 0)
         self._limit, self._capped = settings.over, False

@@ -19,8 +19,8 @@ from gnsfast.arguments import whole_number
 FORMAT = 1
 
 
-class _Order:
-    """The endless sequence of sample numbers, and this process's share of each piece."""
+class _Sequence:
+    """The endless sequence of sample numbers, a position in it, and this process's share."""
 
     def __init__(
         self, num_samples: int, seed: int, shuffle: bool, rank: int, world_size: int
@@ -35,14 +35,15 @@ class _Order:
                 f"rank={rank} must be from 0 to {world_size - 1}, below world_size={world_size}"
             )
         self._epoch, self._order = -1, torch.empty(0)
+        self.position = 0
 
-    def check_multiple(self, name: str, n: int) -> int:
+    def _multiple(self, name: str, n: int) -> int:
         """``n`` samples over all processes as an int, which must be a multiple of their number."""
         if (n := whole_number(name, n)) % self.world_size:
             raise ValueError(f"{name}={n} must be a multiple of world_size={self.world_size}")
         return n
 
-    def share(self, start: int, n: int) -> list[int]:
+    def _share(self, start: int, n: int) -> list[int]:
         """This process's samples among those from ``start`` to ``start + n``."""
         places = range(start + self.rank, start + n, self.world_size)
         return [self._at(place) for place in places]
@@ -59,24 +60,28 @@ class _Order:
             self._epoch = epoch
         return int(self._order[within])
 
-    def state(self, position: int) -> dict[str, Any]:
-        return {"format": FORMAT, "position": position, **self._identity()}
+    def _state(self, position: int) -> dict[str, Any]:
+        own = {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        return {"format": FORMAT, "position": position, **own}
 
-    def _identity(self) -> dict[str, Any]:
-        return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the sample after the last one consumed, also in iterators that are already
+        open.
 
-    def position(self, state: dict[str, Any]) -> int:
-        """The position in a state; ValueError for a state of another sequence."""
-        for name, ours in {"format": FORMAT, **self._identity()}.items():
+        Raises:
+            ValueError: for a state with another number of samples, seed or ``shuffle``.
+        """
+        position = whole_number("position", state.get("position"), 0)
+        for name, ours in self._state(position).items():
             if (theirs := state.get(name)) != ours:
                 raise ValueError(
                     f"the state was saved with {name}={theirs!r}, but here {name} is {ours!r}: the "
                     "order of the samples would differ"
                 )
-        return whole_number("position", state.get("position"), 0)
+        self.position = position
 
 
-class SampleStream:
+class SampleStream(_Sequence):
     """The next samples of a dataset, any number at a time.
 
     ``draw(4)`` twice gives the samples of ``draw(8)``. It reads in the caller's process; for worker
@@ -113,32 +118,22 @@ class SampleStream:
             raise TypeError(
                 f"a dataset needs __len__ and __getitem__, and {type(dataset).__name__} lacks one"
             )
+        super().__init__(len(dataset), seed, shuffle, rank, world_size)
         self.dataset, self.collate = dataset, collate or default_collate
-        self._order = _Order(len(dataset), seed, shuffle, rank, world_size)
-        self.position = 0
 
     def draw(self, n: int) -> Any:
         """This process's share of the next ``n`` samples over all processes, as one batch.
 
         A draw that raises does not change the position.
         """
-        n = self._order.check_multiple("n", n)
-        chosen = self._order.share(self.position, n)
-        batch = self.collate(_items(self.dataset, chosen))
+        n = self._multiple("n", n)
+        batch = self.collate(_items(self.dataset, self._share(self.position, n)))
         self.position += n
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the sequence it belongs to, as plain types."""
-        return self._order.state(self.position)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the sample after the last one drawn.
-
-        Raises:
-            ValueError: for a state with another dataset length, seed or ``shuffle``.
-        """
-        self.position = self._order.position(state)
+        return self._state(self.position)
 
 
 def _items(dataset: Any, chosen: Sequence[int]) -> list[Any]:
@@ -147,7 +142,7 @@ def _items(dataset: Any, chosen: Sequence[int]) -> list[Any]:
     return [dataset[i] for i in chosen]
 
 
-class ResizableBatchSampler:
+class ResizableBatchSampler(_Sequence):
     """Batches of sample numbers for ``DataLoader(batch_sampler=...)``, of a size that may change.
 
     The order is that of ``SampleStream``, and iteration has no end. ``batch_size``, in samples over
@@ -184,9 +179,8 @@ class ResizableBatchSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._order = _Order(num_samples, seed, shuffle, rank, world_size)
+        super().__init__(num_samples, seed, shuffle, rank, world_size)
         self.batch_size = batch_size
-        self.position = 0
 
     @property
     def batch_size(self) -> int:
@@ -195,7 +189,7 @@ class ResizableBatchSampler:
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        self._batch_size = self._order.check_multiple("batch_size", batch_size)
+        self._batch_size = self._multiple("batch_size", batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Batches from ``position`` on.
@@ -206,7 +200,7 @@ class ResizableBatchSampler:
         while True:
             start, n = self.position, self._batch_size
             self.position += n
-            yield self._order.share(start, n)
+            yield self._share(start, n)
 
     def state_dict(self, *, consumed: int) -> dict[str, Any]:
         """The position of training, as plain types.
@@ -222,12 +216,4 @@ class ResizableBatchSampler:
             raise ValueError(
                 f"consumed={consumed} is more than the {self.position} samples that were drawn"
             )
-        return self._order.state(consumed)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last sample consumed, also in iterators that are already open.
-
-        Raises:
-            ValueError: for a state with another number of samples, seed or ``shuffle``.
-        """
-        self.position = self._order.position(state)
+        return self._state(consumed)

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Flags``: says in the log of a training whether its batch size fits."""
+"""``Measuring``: what the callbacks of Trainer and of Lightning that measure have in common.
+``Flags`` says in the log of a training whether its batch size fits.
+"""
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gnsfast.critical_batch import CriticalBatchFactor
-from gnsfast.critical_batch.run_identity import RunIdentity
+from torch import nn
+from torch.optim import Optimizer
+
+from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
+from gnsfast.errors import ObservationError
+from gnsfast.estimator import GradientNoiseScale, optimizer_for
+from gnsfast.integrations.trackers import metrics
 from gnsfast.noise_scale import Factor, Flag, NoiseScale, checked_factor, flag
+from gnsfast.parallel import refuse_parts
 
 LOG = logging.getLogger("gnsfast")
 
@@ -22,14 +30,15 @@ class Flags:
     has doubled. ``"unresolved"`` is none.
 
     Args:
+        factor: CBS / noise scale; None flags nothing.
         metric: of the estimator.
 
     Raises:
         ValueError: for a factor that is invalid, or of a metric that is not measured.
     """
 
-    def __init__(self, factor: float | Factor, metric: str | Sequence[str] | None) -> None:
-        needed = checked_factor(factor, None)[3]
+    def __init__(self, factor: float | Factor | None, metric: str | Sequence[str] | None) -> None:
+        needed = "euclidean" if factor is None else checked_factor(factor, None)[3]
         if needed not in ("euclidean", *([metric] if isinstance(metric, str) else metric or ())):
             raise ValueError(
                 f"the factor was measured for metric={needed!r}: measure it by metric={needed!r}"
@@ -68,7 +77,7 @@ class Flags:
         is judged, as the window's mean still has updates from before a change. A controller has
         ``cbs/*`` of its own, from its last check, and the flag then leaves them alone.
         """
-        if not result.updates:
+        if self.factor is None or not result.updates:
             return {}
         batch_size = also.get("batch/size", result.samples / result.updates)
         found, last = flag(batch_size, result, self.factor), self._last
@@ -81,3 +90,58 @@ class Flags:
                 LOG.log(level, "the batch size is %s", found)
         controlled = "batch/phase" in also
         return {k: v for k, v in found.metrics().items() if k == "batch/flag" or not controlled}
+
+
+class Measuring:
+    """Makes the estimator when training starts, and the numbers of each log.
+
+    Its arguments are those of both callbacks; ``options`` are those of ``GradientNoiseScale``.
+    """
+
+    STARTS: str
+    """The call that starts training."""
+
+    def __init__(
+        self, per_module: bool, tracker: Any, metric: Any, factor: Any, options: Mapping[str, Any]
+    ) -> None:
+        self.per_module, self.tracker, self.metric = per_module, tracker, metric
+        self._options, self._flags = options, Flags(factor, metric)
+        self.gns: GradientNoiseScale | None = None
+        self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
+        self._unseen = True  # the first batch
+
+    def compute(self) -> NoiseScale:
+        """The noise scale over the window; waits for the device."""
+        if self.gns is None:
+            raise ObservationError(
+                f"{type(self).__name__}: nothing was measured yet: call compute() after "
+                f"{self.STARTS} began"
+            )
+        return self.gns.compute()
+
+    def _start(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> Any:
+        measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, optimizer)}
+        self.gns = GradientNoiseScale(model, grad_scaler=scaler, **self._options, **measured)
+        self._unseen = True
+        return self.gns
+
+    def _look(self, batch: Any) -> None:
+        """Refuse the first batch where it holds parts of samples."""
+        if self._unseen:
+            refuse_parts(batch)
+            self._unseen = False
+
+    def _found(
+        self, step: int, tracked: Mapping[str, float], *, first: bool, tokens: int | None = None
+    ) -> dict[str, float]:
+        """The numbers of a log. The tracker gets them too, with those that are only ``tracked``.
+
+        Args:
+            first: this is the process that writes.
+        """
+        result, also = self.compute(), self.also()
+        found = metrics(result, tokens=tokens, per_module=self.per_module)
+        found |= self._flags.metrics(result, also, log=first) | also
+        if self.tracker is not None and first:
+            self.tracker.log({**tracked, **found}, step)
+        return found

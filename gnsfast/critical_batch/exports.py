@@ -11,8 +11,8 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.counts import exact_count
-from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule, aligned_changes
 from gnsfast.critical_batch.rules import Rules
+from gnsfast.critical_batch.schedule import BatchSizeSchedule, aligned_changes
 from gnsfast.templates import template
 
 
@@ -444,21 +444,19 @@ def nanogpt_lines(
     first = schedule.stages[0].batch_size * schedule.tokens_per_sample
     stages = []
     for stage in schedule.stages:
-        passes, rest = divmod(stage.batch_size, micro_batch * processes)
-        if rest:
-            raise ValueError(
-                f"a batch of {stage.batch_size:,} samples must be a multiple of "
-                f"{micro_batch * processes:,}, the samples of one forward pass"
-            )
+        passes = _factor(stage.batch_size, ONE_PASS, micro_batch * processes)
         if stage.steps:
             done, factor = stage.tokens / first, schedule.lr_factor_at(stage.tokens, lr)
             stages.append((stage.step, int(done) if done == int(done) else done, passes, factor))
     return _lines(
         "nanogpt",
         max_iters=schedule.steps - 1,
-        lr_decay_iters=-(-int(schedule.total_tokens) // first),
+        lr_decay_iters=hugging_face_max_steps(schedule),
         stages=stages,
     )
+
+
+ONE_PASS = "the samples of one forward pass"
 
 
 def _factor(batch_size: int, name: str, samples: int) -> int:
@@ -473,4 +471,4 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
 
 def _lines(framework: str, **values: Any) -> str:
     """Code for a framework, from its template."""
-    return template("gnsfast.critical_batch.laws", f"{framework}.jinja").render(values)
+    return template("gnsfast.critical_batch", f"{framework}.jinja").render(values)

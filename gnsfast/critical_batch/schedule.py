@@ -9,7 +9,7 @@ from typing import Any
 
 from gnsfast.arguments import whole_number
 from gnsfast.counts import exact_count, parse_count, rounded_percent
-from gnsfast.critical_batch.laws.json_lines import read_records
+from gnsfast.critical_batch.json_lines import read_records
 from gnsfast.critical_batch.rules import Rules
 
 SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"
@@ -213,8 +213,8 @@ class BatchSizeSchedule:
         >>> schedule.steps_saved(against=4)
         Saved(scheduled=4, fixed=6, against=4)
         """
-        against = whole_number("against", self.thresholds[0][1] if against is None else against)
-        return Saved(self.steps, self._fixed(against).steps, against)
+        fixed = self._fixed(against)
+        return Saved(self.steps, fixed.steps, fixed.thresholds[0][1])
 
     def seconds(self, step_seconds: Mapping[int, float]) -> float:
         """The time of the run, from the measured time of a step at each of its batch sizes.
@@ -245,12 +245,13 @@ class BatchSizeSchedule:
         >>> schedule.seconds_saved({4: 1.0, 8: 1.5}, against=4)
         Saved(scheduled=5.0, fixed=6.0, against=4)
         """
-        against = whole_number("against", self.thresholds[0][1] if against is None else against)
-        fixed = self._fixed(against).seconds(step_seconds)
-        return Saved(self.seconds(step_seconds), fixed, against)
+        fixed = self._fixed(against)
+        seconds = self.seconds(step_seconds), fixed.seconds(step_seconds)
+        return Saved(*seconds, fixed.thresholds[0][1])
 
-    def _fixed(self, batch_size: int) -> "BatchSizeSchedule":
-        return BatchSizeSchedule([(0, batch_size)], self.total_tokens, self.tokens_per_sample)
+    def _fixed(self, against: int | None) -> "BatchSizeSchedule":
+        size = whole_number("against", self.thresholds[0][1] if against is None else against)
+        return BatchSizeSchedule([(0, size)], self.total_tokens, self.tokens_per_sample)
 
     def __str__(self) -> str:
         lines = [headline(self.steps_saved()), f"({SAME_COMPUTE})"]
