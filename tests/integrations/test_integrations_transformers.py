@@ -2,13 +2,16 @@
 """Trainer's logged noise scale is that of a hand-written loop over the same batches."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import trainer_cases
 import transformers as hf
+from controller_cases import Lines
 from processes import spawn
 from torch import Tensor, nn
 
@@ -17,6 +20,7 @@ from gnsfast.integrations.transformers import GNSCallback
 
 V, T, N, STEPS = 23, 9, 4, 12
 Sample = dict[str, Tensor]
+samples = partial(trainer_cases.samples, length=T, labelled=3)
 
 
 def tiny_gpt() -> nn.Module:
@@ -50,20 +54,6 @@ class Plain(nn.Module):
         if labels is not None:
             found["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return found
-
-
-def samples(count: int, seed: int = 3) -> list[Sample]:
-    """Labels of unequal number: the first ones of each sample are -100. Few tokens, so that |G|²
-    is far from zero.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(0, 4, (T,), generator=generator)
-        labels = ids.clone()
-        labels[: int(torch.randint(0, T - 2, (1,), generator=generator))] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
 
 
 def trainer_of(
@@ -225,18 +215,6 @@ def test_model_that_ignores_num_items(tmp_path: Path) -> None:
     )
     for (_, seen), entry in zip(lines.seen, trainer.state.log_history):
         assert seen.items() <= entry.items()
-
-
-class Lines:
-    """A tracker that remembers."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, dict[str, float]]] = []
-
-    def log(self, metrics: Any, step: int) -> None:
-        self.seen.append((step, dict(metrics)))
-
-    def close(self) -> None: ...
 
 
 class Classify(Plain):
