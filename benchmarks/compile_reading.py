@@ -2,18 +2,24 @@
 """What ``compile_kernels.py`` reads in the machine code of a kernel."""
 
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 from benchmarks import in_flight
 from benchmarks.compile_cuda import instructions
-from benchmarks.no_gpu import Device, disassembled, usage
+from benchmarks.no_gpu import TOOLS, Device
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
 
 
 def read_cubin(compiled: Any, device: Device) -> dict[str, Any]:
-    cubin = compiled.asm["cubin"]
-    (registers, stack), sass = usage(cubin), disassembled(cubin, "nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = tool("nvdisasm", file.name)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())  # type: ignore[union-attr]
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     return {
         "registers": registers,
@@ -67,3 +73,9 @@ def resident(capability: int, warps: int, registers: int, shared: int) -> int:
     """
     room = ((164 if capability == 80 else 228) << 10) // (shared + 1024)
     return min(32, 64 // warps, 65536 // (warps * 32 * 8 * -(-registers // 8)), room)
+
+
+def tool(name: str, *args: str) -> str:
+    return subprocess.run(
+        [str(TOOLS / name), *args], capture_output=True, text=True, check=True
+    ).stdout

@@ -6,11 +6,14 @@ that need not be there.
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-from benchmarks.apart import printed
 from benchmarks.budget import Budget
 
+ROOT = Path(__file__).parents[1]
 CAPABILITIES = ("80", "90", "100")
 AMD = ("gfx90a", "gfx942")
 
@@ -41,5 +44,8 @@ def cuda_budget() -> Budget:
 def _lines(module: str, *arguments: str) -> list[dict[str, Any]]:
     """The JSON objects that a module of this folder prints, one on each line."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    said = printed(module, *arguments, environment=environment)
-    return [json.loads(line) for line in said.splitlines()]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"{module} failed:\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines()]

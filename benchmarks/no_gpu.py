@@ -56,7 +56,6 @@ DEVICES = {
 }
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-"""The disassembler that comes with Triton."""
 
 Launch = Callable[..., None]
 
@@ -87,23 +86,13 @@ Loaded = tuple[None, None, int, int, int]
 
 
 def load_cubin(name: str, cubin: bytes, shared: int, device: int) -> Loaded:
-    return loaded(name, *usage(cubin))
-
-
-def disassembled(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of ``TOOLS`` says of machine code."""
+    """By the disassembler that comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = [TOOLS / tool, *options, file.name]
-        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
-
-
-def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of the stack, which holds what is spilled."""
-    said = disassembled(cubin, "cuobjdump", "--dump-resource-usage")
-    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
-    return int(registers), int(stack)
+        run = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        usage = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    return loaded(name, *map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()))
 
 
 def load_hsaco(name: str, hsaco: bytes, shared: int, device: int) -> Loaded:
