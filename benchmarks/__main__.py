@@ -10,7 +10,9 @@ those of noise scales hold the truth; ``present``: whether they do at the weight
 import argparse
 from typing import Any
 
-from benchmarks import compare, readme
+import torch
+
+from benchmarks import compare, readme, record
 from benchmarks.budgets import parts as budgets
 from benchmarks.cpu import parts as cpu
 from benchmarks.cpu import updates
@@ -19,13 +21,30 @@ from benchmarks.gpu import parts as gpu
 from benchmarks.model import tables as model
 from benchmarks.studies import batch_size, geometry, intervals, present
 
+
+class Study:
+    """A module whose ``tables`` are printed, and recorded where the user asks for it."""
+
+    def __init__(self, module: Any) -> None:
+        self.tables = module.tables
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        record.add_argument(parser)
+
+    def run(self, options: argparse.Namespace) -> None:
+        torch.set_num_threads(1)
+        name = options.device
+        how = f"cpu-{name}", f"python -m benchmarks {name}"
+        record.publish(*how, self.tables(), options.record)
+
+
 COMMANDS: dict[str, tuple[Any, str]] = {
     "cpu": (cpu, "all contestants on this CPU; half an hour"),
     "gpu": (gpu, "the kernels on this GPU: right, then fast"),
     "batch-size": (batch_size, "what a controlled batch size does; 30 minutes"),
     "geometry": (geometry, "which noise scale follows it"),
-    "intervals": (intervals, "do they hold the truth"),
-    "present": (present, "do they hold it at the present weights; minutes"),
+    "intervals": (Study(intervals), "do they hold the truth"),
+    "present": (Study(present), "do they hold it at the present weights; minutes"),
     "updates": (updates, "of small models; two minutes"),
     "families": (sweep, "what of transformers is right"),
     "model": (model, "what norms cost on a GPU, counted"),
@@ -33,7 +52,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "compare": (compare, "two records: what changed by more than its noise"),
     "readme": (readme, "writes the README's table and figure from the records"),
 }
-"""Each a module with ``add_arguments`` and ``run``."""
+"""Each a module, or a ``Study``, with ``add_arguments`` and ``run``."""
 
 
 def main(arguments: list[str] | None = None) -> None:

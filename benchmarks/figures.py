@@ -86,6 +86,11 @@ def _rows(record: Record, title: str) -> Rows:
 def signature(record: Record) -> str:
     """The record's name and a hash of what is drawn of it, which the figure carries."""
     drawn = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
+    return signed(record, drawn)
+
+
+def signed(record: Record, drawn: Any) -> str:
+    """The record's name and a hash of what is drawn of it."""
     text = json.dumps(drawn, sort_keys=True, default=vars)
     return f"{record.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 

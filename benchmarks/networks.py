@@ -44,11 +44,11 @@ class GPT2(GPT):
         self.head.weight = self.tokens.weight
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(Block):
     """A block of a 1B Llama: width 2048, 32 heads, SwiGLU of 8192, no biases."""
 
     def __init__(self, width: int = 2048, heads: int = 32, inner: int = 8192) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.heads = heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         linear = partial(nn.Linear, bias=False)
@@ -59,13 +59,8 @@ class LlamaBlock(nn.Module):
             linear(inner, width),
         )
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm_2(x_BTD)
-        out: Tensor = x_BTD + self.down(F.silu(self.gate(normed)) * self.up(normed))
+    def fed_forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out
 
 

@@ -3,6 +3,7 @@
 people. A cell is a word, a number, None or a ``Timing``. ``Growing`` tables keep what is finished.
 """
 
+import argparse
 import datetime
 import functools
 import importlib.metadata
@@ -54,6 +55,10 @@ class Record:
     @property
     def name(self) -> str:
         return self.path.stem
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
 
 
 def machine() -> dict[str, Any]:

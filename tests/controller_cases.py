@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller with checks every 1,000 of 100,000 tokens, and noise scales made by hand."""
+"""A controller with checks every 1,000 of 100,000 tokens, noise scales made by hand, and what
+stands in for a measurement and for a tracker.
+"""
 
 import math
 from collections.abc import Iterable
@@ -56,6 +58,36 @@ def noise(
 
 def at_least(lower: float) -> NoiseScale:
     return noise(lower, math.inf, math.inf)
+
+
+class Told:
+    """Goes before the class that measures: says that the batch may grow once the controller has
+    trained the tokens of ``places``.
+    """
+
+    at_first, per_place = 4.0, 1
+    """The noise scale at the first place, and the tokens of a unit of ``places``."""
+
+    def __init__(self, controller: BatchSizeController, places: list[int], **options: Any) -> None:
+        super().__init__(**options)
+        self.controller, self.places = controller, places
+
+    def compute(self) -> NoiseScale:
+        super().compute()
+        grown = sum(self.controller.tokens >= self.per_place * place for place in self.places)
+        return at_least(self.at_first * 2 ** (grown - 1)) if grown else noise(1.0)
+
+
+class Lines:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None: ...
 
 
 UNKNOWN = noise(0.0, math.nan, math.inf)

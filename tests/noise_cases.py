@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model with a noise scale, and data for it."""
 
+import itertools
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gnsfast
@@ -24,3 +28,32 @@ def learn(model: nn.Module) -> None:
 def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:
     """Mostly of one class, so that |G|² is far from zero."""
     return [(torch.randn(n, I), (torch.rand(n) < 0.1).long()) for _ in range(count)]
+
+
+def measured(gns: Any, model: nn.Module) -> None:
+    """A micro-batch of data that is drawn now."""
+    [(x, y)] = draw(1)
+    with gns.microbatch(N):
+        F.cross_entropy(model(x), y).backward()
+
+
+def every_draw(
+    gns: Any, model: nn.Module, x_M: Tensor, r_M: Tensor, units: list[int], lengths: Any
+) -> Tensor:
+    """An update for each way to draw samples from the population x with the gradients r, in passes
+    of ``units`` samples; ``lengths``: tokens of the samples. Returns the samples' lengths.
+    """
+    counts = torch.ones(sum(units)) if lengths is None else torch.tensor(lengths)
+    u = counts.double() / counts.sum()
+    for drawn in itertools.product(range(len(x_M)), repeat=sum(units)):
+        at = 0
+        for b in units:
+            own, of = list(drawn[at : at + b]), slice(at, at + b)
+            tokens = None if lengths is None else counts[of]
+            with gns.microbatch(b, tokens=tokens, scale=u[of].sum().item()):
+                per_sample = (model(x_M[own]) * r_M[own]).sum(1)
+                (per_sample * u[of]).sum().backward()
+            at += b
+        gns.update()
+        model.zero_grad()
+    return counts.double()

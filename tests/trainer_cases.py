@@ -50,14 +50,16 @@ class Divided(Model):
         return super().forward(input_ids, labels)
 
 
-def samples(number: int) -> list[Sample]:
-    """Labels of unequal number, of few tokens: the gradient is far from zero."""
-    generator = torch.Generator().manual_seed(3)
+def samples(number: int, seed: int = 3, length: int = T, labelled: int = 2) -> list[Sample]:
+    """Labels of unequal number, ``labelled`` or more, of few tokens: the gradient is far from
+    zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(number):
-        ids = torch.randint(0, 4, (T,), generator=generator)
+        ids = torch.randint(0, 4, (length,), generator=generator)
         labels = ids.clone()
-        labels[: int(torch.randint(0, T - 1, (1,), generator=generator))] = -100
+        labels[: int(torch.randint(0, length - labelled + 1, (1,), generator=generator))] = -100
         found.append({"input_ids": ids, "labels": labels})
     return found
 

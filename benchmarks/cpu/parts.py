@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=tuple(PARTS))
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    record.add_argument(parser)
     parser.set_defaults(error=parser.error)
 
 

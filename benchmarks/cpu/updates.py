@@ -8,7 +8,6 @@ import argparse
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ def tables(rounds: int) -> dict[str, list[dict[str, Any]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    record.add_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

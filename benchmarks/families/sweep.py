@@ -12,7 +12,6 @@ import resource
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ MEMORY = 16 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], help="model types, or classes")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    record.add_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

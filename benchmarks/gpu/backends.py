@@ -2,8 +2,9 @@
 """gnsfast's own back-ends as contestants."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 from benchmarks.model.gpu import GPU
@@ -13,18 +14,9 @@ OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsf
 """``GNSFAST_BACKEND`` -> the contestant's name."""
 
 
-@contextmanager
-def forced(backend: str) -> Iterator[None]:
+def forced(backend: str) -> AbstractContextManager[Any]:
     """Set ``GNSFAST_BACKEND``, which operators read at each call, within the block."""
-    before = os.environ.get(backends.VARIABLE)
-    os.environ[backends.VARIABLE] = backend
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[backends.VARIABLE]
-        else:
-            os.environ[backends.VARIABLE] = before
+    return mock.patch.dict(os.environ, {backends.VARIABLE: backend})
 
 
 def present(device: str, *names: str) -> list[str]:

@@ -103,9 +103,7 @@ def run_on(device: str, options: argparse.Namespace) -> None:
         start = time.perf_counter()
         tables = measured(part, device, options)
         print(f"\n{part}: {time.perf_counter() - start:.0f} s of {SECONDS[part]} estimated")
-        for title, rows in tables.items():
-            print(f"\n{title}\n")
-            print("\n".join(record.markdown(rows)), flush=True)
+        record.show(tables)
         if device == "cuda" and (why := lost()):
             raise SystemExit(f"after {part} the device answers only new processes: {why}")
     conclude(parts, options.record)

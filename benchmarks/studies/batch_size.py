@@ -198,17 +198,13 @@ def _points(measured: list[CriticalBatch]) -> Rows:
             {
                 "tokens": f"{m.tokens:,}",
                 "critical batch size, samples": f"{m.lower:g} to {m.upper:g}",
-                "noise scale": span(*_ends(m.noise_scale)).removeprefix("nan "),
+                "noise scale": span(*m.noise_scale.interval).removeprefix("nan "),
                 "CBS / noise scale": span(*m.ratio()).removeprefix("nan "),
-                "noise scale, Adam's metric": span(*_ends(m.adam)).removeprefix("nan "),
+                "noise scale, Adam's metric": span(*m.adam.interval).removeprefix("nan "),
                 "CBS / that": span(*m.ratio("adam")).removeprefix("nan "),
             }
         )
     return rows
-
-
-def _ends(scale: gnsfast.ModuleNoiseScale) -> tuple[float, float, float]:
-    return scale.noise_scale, scale.lower, scale.upper
 
 
 def _losses(measured: list[CriticalBatch]) -> Rows:
@@ -231,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", choices=("runs", "repeats"), nargs="+", default=("runs",))
     parser.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    record.add_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

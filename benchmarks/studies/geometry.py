@@ -363,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=[*OPTIMIZERS], nargs="+", default=[*OPTIMIZERS])
     parser.add_argument("--runs", type=Path, required=True, help="folder for the runs, to resume")
     parser.add_argument("--finished", action="store_true", help="only what lies in --runs")
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    record.add_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:

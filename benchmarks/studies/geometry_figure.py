@@ -3,13 +3,11 @@
 at every checkpoint, by optimizer and width.
 """
 
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import COLORS, FAINT, GRID, INK, PAPER, rendered
+from benchmarks.figures import COLORS, FAINT, GRID, INK, PAPER, rendered, signed
 from benchmarks.measure import Timing
 from benchmarks.record import Record, Rows
 from benchmarks.studies.geometry_tables import RATIOS
@@ -135,9 +133,7 @@ def _words(figure: "Figure", record: Record, widths: list[int]) -> None:
 
 
 def signature(record: Record) -> str:
-    """The record's name and a hash of what is drawn of it."""
-    text = json.dumps(record.tables[RATIOS], sort_keys=True, default=vars)
-    return f"{record.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return signed(record, record.tables[RATIOS])
 
 
 def write(record: Record) -> Path:

@@ -71,7 +71,7 @@ def checkpoints(points: list[Point]) -> Rows:
         row["without one"] = f"{p.lower:g} to {p.upper:g}"
         for metric in METRICS:
             scale = p.scale(metric)
-            row[metric] = scale and span(scale.noise_scale, scale.lower, scale.upper)
+            row[metric] = scale and span(*scale.interval)
         rows.append(row | {"doubts": "; ".join(p.critical.doubts)})
     return rows
 

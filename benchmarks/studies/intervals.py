@@ -3,16 +3,14 @@
 of a known noise scale, beside plain Fieller limits, which show a value wherever they are bounded.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks.record import Tables
 from gnsfast.noise_scale import selection, statistics
 from gnsfast.noise_scale.statistics import Moments
 
@@ -113,8 +111,9 @@ def _median(values: Tensor) -> str | None:
     return f"{values.median().item():.2g}" if len(values) >= 20 else None
 
 
-def tables() -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+def tables() -> Tables:
+    torch.manual_seed(0)
+    found: Tables = {}
     for updates in UPDATES:
         title = f"Normal samples, windows of {updates} updates of {N} samples, {WINDOWS:,} windows"
         found[title] = []
@@ -134,14 +133,3 @@ def tables() -> dict[str, list[dict[str, Any]]]:
                 found[title].append(at | row(drawn(kind, ratio, dimensions, 64), float(ratio * N)))
                 print(found[title][-1], flush=True)
     return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
-
-
-def run(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    found = tables()
-    record.publish("cpu-intervals", "python -m benchmarks intervals", found, options.record)

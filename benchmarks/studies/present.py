@@ -3,16 +3,14 @@
 checkpoints of a byte-level GPT, on four seeds.
 """
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import gnsfast
-from benchmarks import record
 from benchmarks.record import Rows, Tables
+from benchmarks.studies.training import span
 from gnsfast.cli import tiny_gpt
 from gnsfast.noise_scale import Estimate
 
@@ -43,7 +41,7 @@ def looks(seed: int) -> Rows:
             samples = tiny_gpt.draw(text, SAMPLES, generator).split(1)
             truth = gnsfast.brute_force_noise_scale(model, tiny_gpt.loss_of, samples)
             found.append(
-                {"seed": seed, "step": step, "brute force": _span(truth)}
+                {"seed": seed, "step": step, "brute force": span(*truth.interval)}
                 | _compared("mean", said, truth.noise_scale)
                 | _compared("present", said.present, truth.noise_scale)
                 | {"drift": said.drift}
@@ -56,13 +54,9 @@ def looks(seed: int) -> Rows:
 
 
 def _compared(name: str, found: Estimate, truth: float) -> dict[str, Any]:
-    return {name: _span(found), f"{name} right": found.lower <= truth <= found.upper} | {
+    return {name: span(*found.interval), f"{name} right": found.lower <= truth <= found.upper} | {
         f"{name}: upper / lower": found.upper / found.lower if found.resolved else None
     }
-
-
-def _span(found: Estimate) -> str:
-    return f"{found.noise_scale:.3g} ({found.lower:.3g} to {found.upper:.3g})"
 
 
 def _summary(name: str, rows: Rows) -> dict[str, Any]:
@@ -97,13 +91,3 @@ def tables() -> Tables:
         ],
         "Each look, in samples": shown,
     }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
-
-
-def run(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    found = tables()
-    record.publish("cpu-present", "python -m benchmarks present", found, options.record)

@@ -21,7 +21,6 @@ from gnsfast.cli.live import watch
 from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.session import run_demo
-from gnsfast.cli.summary import summary
 from gnsfast.interval import Interval
 
 app = typer.Typer(
@@ -102,7 +101,7 @@ def report(
             found = read_runs(paths)
             report_.write_report(found, page)
     if as_json:
-        typer.echo(json.dumps({"runs": [summary(run) for run in found], "report": str(page)}))
+        typer.echo(json.dumps({"runs": [run.summary() for run in found], "report": str(page)}))
     console.print(f"Report: {page}")
 
 

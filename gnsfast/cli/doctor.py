@@ -38,7 +38,7 @@ def _devices() -> list[dict[str, str]]:
             if torch.backends.cuda.is_built()
             else f"torch {torch.__version__} is built without CUDA"
         )
-        devices.append({"device": "cuda", "name": "-", "backend": "none", "why": why})
+        devices.append(_row("cuda", "-", "none", why))
     return devices
 
 
@@ -53,13 +53,12 @@ def _device(device: str, name: str) -> dict[str, str]:
     try:
         backend = backends.backend(kind)
     except ValueError as error:
-        return {"device": device, "name": name, "backend": "none", "why": str(error)}
-    return {
-        "device": device,
-        "name": name,
-        "backend": backend,
-        "why": backends.missing(backend, kind),
-    }
+        return _row(device, name, "none", str(error))
+    return _row(device, name, backend, backends.missing(backend, kind))
+
+
+def _row(device: str, name: str, backend: str, why: str) -> dict[str, str]:
+    return {"device": device, "name": name, "backend": backend, "why": why}
 
 
 def _backends() -> list[dict[str, str]]:

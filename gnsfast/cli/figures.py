@@ -7,20 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from gnsfast.cli.records import LayerLine, Point, Run
-from gnsfast.cli.summary import (
-    axis_position,
-    count,
-    factors_in,
-    groups_of,
-    has_tokens,
-    last_scale,
-    over_stretches,
-    said,
-    scale_at,
-    scale_in,
-    tried,
-)
+from gnsfast.cli.runs import GROUP, LayerLine, Point, Run, count, factors_in, said, scale_in, tried
 from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
@@ -31,7 +18,6 @@ COLORS = ("#1a80bb", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c
 SIZE, OVER, ESTIMATE, BRANCHES = COLORS[:4]
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f94"
-GRID = {"gridcolor": "rgba(128, 128, 128, 0.22)"}
 MOST_POINTS = 1500
 """About how many points of a curve are drawn. Longer curves keep the extremes of each stretch."""
 SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
@@ -51,7 +37,7 @@ class View:
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs, self.several = runs, len(runs) > 1
-        self.over_tokens = all(has_tokens(run) for run in runs)
+        self.over_tokens = all(run.has_tokens for run in runs)
         self.axis = "tokens" if self.over_tokens else "step"
 
     def x(self, point: Point | LayerLine) -> float:
@@ -59,7 +45,7 @@ class View:
 
     def at(self, run: Run, record: dict[str, Any]) -> float | None:
         """Where a record lies on the axis."""
-        return axis_position(run, record["tokens"], self.over_tokens)
+        return run.at(record["tokens"], self.over_tokens)
 
     def color(self, run: Run, alone: str = "") -> str:
         """That of a run, or ``alone`` where there is only one."""
@@ -91,16 +77,9 @@ class Figure:
         self.traces: list[dict[str, Any]] = []
         self.legend: list[Entry] = []
         self.low, self.high = math.inf, 0.0
-        axis = {"exponentformat": "B", "rangemode": "tozero", "zeroline": False, "nticks": 6}
-        self.layout: dict[str, Any] = {
-            "xaxis": {"title": {"text": view.axis}, **axis, **GRID},
-            "yaxis": {"zeroline": False, "automargin": True, **GRID},
-            "hovermode": "x unified",
-            "showlegend": False,
-            "shapes": [],
-        }
+        self.layout: dict[str, Any] = {"xaxis": {"title": {"text": view.axis}}, "shapes": []}
         line = {"color": "rgba(128, 128, 128, 0.7)", "width": 1, "dash": "dot"}
-        for decision in [] if view.several else changed(view.runs[0]):
+        for decision in [] if view.several else view.runs[0].changes:
             if (x := view.at(view.runs[0], decision)) is not None:
                 self.shape("line", x, x, line=line)
 
@@ -137,9 +116,9 @@ class Figure:
 
     def scale(self, run: Run, key: str, label: str, color: str, dash: str) -> None:
         """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
-        known = [p for p in run.points if scale_at(p, key) is not None]
+        known = [p for p in run.points if p.scale(key) is not None]
         points = thinned(known, lambda p: p.values.get(key))
-        scales = [(self.view.x(p), s) for p in points if (s := scale_at(p, key)) is not None]
+        scales = [(self.view.x(p), s) for p in points if (s := p.scale(key)) is not None]
         bounds = [(x, s) for x, s in scales if s.only is not None]
         if not bounds and not any(s.drawn for _, s in scales):
             return
@@ -190,22 +169,15 @@ class Figure:
             ticks = [m * 10.0**e for e in decades for m in steps]
             if sum(low <= math.log10(t) <= high for t in ticks) >= 3:
                 break
-        self.layout[axis] = self.layout.get(axis, {}) | {
+        self.layout.setdefault(axis, {}).update({
             "type": "log",
             "range": [low, high],
             "tickvals": ticks,
             "ticktext": [f"{t:,.12g}" if t < 1e6 else count(t) for t in ticks],
-            "automargin": True,
-            **GRID,
-        }
+        })  # fmt: skip
 
     def spec(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.layout, "height": self.height}
-
-
-def changed(run: Run) -> list[dict[str, Any]]:
-    """The decisions that changed the batch size."""
-    return [d for d in run.decisions if d["old"] != d["new"]]
 
 
 def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> list[Point]:
@@ -268,8 +240,8 @@ def loss(view: View) -> Figure:
 def noise_scale(view: View, metric: str = "euclidean") -> Figure:
     """A noise scale of each run with its interval; the Euclidean one also at the newest weights."""
     figure, name = Figure(view), SCALES[metric]
-    runs = [run for run in view.runs if last_scale(run, name) is not None]
-    now = metric == "euclidean" and any(last_scale(run, PRESENT) for run in runs)
+    runs = [run for run in view.runs if run.last_scale(name) is not None]
+    now = metric == "euclidean" and any(run.last_scale(PRESENT) for run in runs)
     for run in runs:
         color = view.color(run)
         if now:
@@ -290,14 +262,14 @@ def noise_scale(view: View, metric: str = "euclidean") -> Figure:
 
 def groups(view: View) -> Figure:
     """The noise scales of each run's groups: a colour for each group, a dash for each run."""
-    figure, names = Figure(view), [groups_of(run) for run in view.runs]
+    figure, names = Figure(view), [run.groups for run in view.runs]
     order = dict.fromkeys(name for found in names for name in found)
     colors = {name: COLORS[k % len(COLORS)] for k, name in enumerate(order)}
     figure.legend = [(name, color, "solid") for name, color in colors.items()]
     for k, (run, found) in enumerate(zip(view.runs, names)):
         for name in found:
             label = view.label(run, name, "{what}, {run}")
-            figure.scale(run, f"gns/group/{name}", label, colors[name], DASHES[k % 4])
+            figure.scale(run, GROUP + name, label, colors[name], DASHES[k % 4])
         if found and view.several:
             figure.legend.append((run.name, GREY, DASHES[k % 4]))
     return figure
@@ -307,14 +279,14 @@ def batch_size(view: View) -> Figure:
     """Batch sizes as a staircase; the critical batch size as estimated and as measured."""
     figure = Figure(view, 360)
     for run in view.runs:
-        for over in over_stretches(run):
+        for over in run.over:
             color = view.color(run, OVER)
             fill = {"fillcolor": color, "opacity": 0.16, "line": {"width": 1, "color": color}}
             figure.shape("rect", view.x(over.start), view.x(over.end), **fill, layer="below")
         if steps := _staircase(view, run):
             figure.cover(size for _, size in steps)
             line = {"color": view.color(run, SIZE), "width": 2.2, "dash": view.dash(run)}
-            line["shape"] = "hv" if changed(run) else "vh"
+            line["shape"] = "hv" if run.changes else "vh"
             size = {"meta": "size", "hovertemplate": "%{y:,.4~g}"}
             figure.line(view.label(run, "batch size"), steps, line, **size)
         label, color = view.label(run, "critical batch size, estimate"), view.color(run, ESTIMATE)
@@ -342,7 +314,7 @@ def batch_size(view: View) -> Figure:
 
 def _staircase(view: View, run: Run) -> list[tuple[float, float]]:
     """The decisions, or without any the logged sizes: each holds for the steps before it."""
-    if changes := changed(run):
+    if changes := run.changes:
         at = [(view.at(run, d), d["new"]) for d in changes]
         steps = [(0.0, changes[0]["old"]), *((x, new) for x, new in at if x is not None)]
         end = view.x(run.points[-1]) if run.points else 0.0
@@ -398,11 +370,10 @@ class Rows(Figure):
             "range": [len(paths) - 0.5, -0.5],
             "tickvals": [html.escape(path) for path in named],
             "ticktext": [html.escape(_short(path)) for path in named],
-            "automargin": True,
             "tickfont": {"size": 11},
         }
-        self.few, self.layout = few, {"hovermode": "closest", "showlegend": False}
-        self.layout |= {"yaxis": axis | GRID, "xaxis": {**GRID}}
+        self.few, self.layout = few, {"hovermode": "closest", "yaxis": axis}
+        self.layout["xaxis"] = {"automargin": True}
 
     def dots(
         self, run: Run, layers: list[tuple[str, Interval]], values: list[float | None], **more: Any
@@ -451,8 +422,7 @@ def over_time(view: View, run: Run) -> Figure | None:
         return None
     scale.log_axis("colors")
     colors = scale.layout["colors"]
-    bar = {"orientation": "h", "x": 0.5, "y": 1.0, "yanchor": "bottom", "thickness": 10}
-    bar |= {"len": 1.0, "lenmode": "fraction", "outlinewidth": 0, "ticktext": colors["ticktext"]}
+    ticks = [math.log10(tick) for tick in colors["tickvals"]]
     figure.traces.append({
         "type": "heatmap",
         "x": list(map(view.x, lines)),
@@ -460,12 +430,10 @@ def over_time(view: View, run: Run) -> Figure | None:
         "z": [[round(math.log10(v), 4) if v and v > 0 else None for v in row] for row in rows],
         "customdata": rows,
         "hovertemplate": f"%{{y}}<br>{view.axis} %{{x:,}}: %{{customdata}} samples<extra></extra>",
-        "hoverongaps": False,
-        "colorscale": "Viridis",
-        "colorbar": bar | {"tickvals": [math.log10(t) for t in colors["tickvals"]]},
+        "colorbar": {"tickvals": ticks, "ticktext": colors["ticktext"]},
     })  # fmt: skip
-    axis = {"exponentformat": "B", "nticks": 6, "showgrid": False}
-    figure.layout["xaxis"] = {"title": {"text": view.axis}, **axis}
+    title = {"text": view.axis}
+    figure.layout["xaxis"] = {"title": title, "rangemode": "normal", "showgrid": False}
     return figure
 
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gnsfast.cli.records import NothingYet, Reader, Run, named
+from gnsfast.cli.records import NothingYet, Reader, named
 from gnsfast.cli.report import Live, write_report
+from gnsfast.cli.runs import Run
 
 HEARTBEAT = 60.0
 """Seconds after which a page is rewritten even without news, so that it does not go stale."""

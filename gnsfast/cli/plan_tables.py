@@ -23,12 +23,9 @@ def show(found: dict[str, Any], console: Console) -> None:
     left_out = {"unused": unused(fit["left_out"], fit["doubtful"])}
     words: Any = template("gnsfast.cli", "plan.txt", **filters).make_module(found | left_out)
 
-    def say(text: str) -> None:
-        console.print(Text.from_markup(text.removesuffix("\n"), emoji=False))
-
-    say(words.title())
+    say(console, words.title())
     for quantity in found["ranges"]:
-        say(words.quantity(quantity))
+        say(console, words.quantity(quantity))
         table = Table.grid(padding=(0, 2))
         for width, justify in ((23, "left"), (12, "right"), (13, "right")):
             table.add_column(min_width=width, justify=justify)  # type: ignore[arg-type]
@@ -38,20 +35,25 @@ def show(found: dict[str, Any], console: Console) -> None:
                 range_ = words.beyond(row["extrapolated"]).strip()
                 table.add_row(f"  {row['law']}", *sizes, range_)
         console.print(table)
-    say(words.range_over_laws())
+    say(console, words.range_over_laws())
     sources = Table.grid(padding=(0, 2))
     for row in found["laws"]:
         note = f" ({row['note']})" if row["note"] else ""
         sources.add_row(row["law"], f"{row['formula']}{note}; {row['source']}", style="dim")
     console.print(Padding(sources, (1, 0)))
     if found["measured"]:
-        say(words.fit())
+        say(console, words.fit())
     if found["trade_off"] is None:
-        say(words.no_costs())
+        say(console, words.no_costs())
         return
-    say(words.costs())
+    say(console, words.costs())
     console.print(_costs(found["trade_off"]["costs"], found["batch"]))
-    say(words.note())
+    say(console, words.note())
+
+
+def say(console: Console, words: str) -> None:
+    """Print what a template says, in rich's markup."""
+    console.print(Text.from_markup(words.removesuffix("\n"), emoji=False))
 
 
 def _costs(rows: list[dict[str, Any]], batch: int | None) -> Table:

@@ -5,15 +5,15 @@ import bisect
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from gnsfast.cli.runs import LayerLine, Point, Run
 from gnsfast.critical_batch.laws import JsonLines
 from gnsfast.integrations.trackers import FORMAT
 from gnsfast.interval import Interval
 
-LAYERS = ("gns/layer/", "gns/layer_lo/", "gns/layer_hi/")
+LAYERS = VALUE, LOWER, _ = ("gns/layer/", "gns/layer_lo/", "gns/layer_hi/")
 PREFIXES = ("gns/", "batch/", "cbs/")
 NAMES = ("loss", "tokens", "seconds", "share")
 DECIDED = ("tokens", "phase", "old", "new", "warning")
@@ -29,46 +29,6 @@ class NothingYet(RecordsError):
     """Nothing was logged there yet, but a run may still begin."""
 
 
-@dataclass
-class Point:
-    """The numbers of a step; None is NaN or infinite."""
-
-    step: int
-    values: dict[str, float | None]
-
-    @property
-    def tokens(self) -> float | None:
-        return self.values.get("tokens")
-
-
-class LayerLine(NamedTuple):
-    """The noise scale of each module at a step, by path."""
-
-    step: int
-    tokens: float | None
-    values: dict[str, float | None]
-
-
-@dataclass(eq=False)
-class Run:
-    """What was read from one file, or from all files of a run."""
-
-    name: str = ""
-    path: Path = Path()
-    header: dict[str, Any] = field(default_factory=dict)
-    points: list[Point] = field(default_factory=list)
-    layers: list[LayerLine] = field(default_factory=list)
-    last_layers: dict[str, Interval] = field(default_factory=dict)
-    """By path, of the last line that has layers."""
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-    critical: list[dict[str, Any]] = field(default_factory=list)
-    check: dict[str, Any] | None = None
-    state: str = "open"
-    """Or ``"ended"`` or ``"interrupted"``, once a line says so."""
-    notes: dict[str, None] = field(default_factory=dict)
-    """What a reader of the report must know, in order."""
-
-
 class LogFile:
     """One file: ``poll`` reads what was added since the last time."""
 
@@ -78,7 +38,7 @@ class LogFile:
 
     def _start(self) -> None:
         self.log, self._seen_layers, self._stride = Run(path=self.lines.path), 0, 1
-        self._newest: dict[str, dict[str, float | None]] = {"value": {}, "lower": {}, "upper": {}}
+        self._newest: dict[str, float | None] = {}
 
     def poll(self) -> bool:
         """Read on; whether there was anything new."""
@@ -135,10 +95,11 @@ class LogFile:
         step = _number(line, "step", least=0)
         if step != int(step):
             raise TypeError(f"step must be a whole number, not {step!r}")
-        point = Point(int(step), {})
-        for name in line:
-            if name in NAMES or (name.startswith(PREFIXES) and not name.startswith(LAYERS)):
-                point.values[sys.intern(name)] = _finite(line, name)
+        values = {
+            sys.intern(k): _finite(line, k) for k in line if k in NAMES or k.startswith(PREFIXES)
+        }
+        layers = {name: values.pop(name) for name in [*values] if name.startswith(LAYERS)}
+        point = Point(int(step), values)
         if point.tokens is not None:
             _number(line, "tokens", least=0)
         points = self.log.points
@@ -148,20 +109,16 @@ class LogFile:
             points[-1].values |= point.values
         else:
             points.append(point)
-        self._take_layers(line, point)
+        if paths := _paths(layers):
+            self._newest = layers
+            self._keep(
+                LayerLine(point.step, point.tokens, {p: layers.get(VALUE + p) for p in paths})
+            )
         self.log.state = "open"
 
-    def _take_layers(self, line: dict[str, Any], point: Point) -> None:
-        value, lower, upper = (
-            {name[len(prefix) :]: _finite(line, name) for name in line if name.startswith(prefix)}
-            for prefix in LAYERS
-        )
-        if not value and not lower:
-            return
-        self._newest = {"value": value, "lower": lower, "upper": upper}
+    def _keep(self, line: LayerLine) -> None:
         if self._seen_layers % self._stride == 0:
-            kept = {sys.intern(path): value.get(path) for path in [*lower, *value]}
-            self.log.layers.append(LayerLine(point.step, point.tokens, kept))
+            self.log.layers.append(line)
             if len(self.log.layers) > LAYER_LINES:
                 self.log.layers = self.log.layers[::2]
                 self._stride *= 2
@@ -169,9 +126,8 @@ class LogFile:
 
     def last_layers(self) -> dict[str, Interval]:
         """By path, of the last line that has layers."""
-        paths = dict.fromkeys([*self._newest["lower"], *self._newest["value"]])
-        ends = ({end: found.get(p) for end, found in self._newest.items()} for p in paths)
-        return dict(zip(paths, map(Interval.read, ends)))
+        newest = self._newest
+        return {p: Interval.read(newest, *(name + p for name in LAYERS)) for p in _paths(newest)}
 
     def _forget(self, restart: Point) -> None:
         """A restart went back to an earlier step: its own lines replace those from there on."""
@@ -233,7 +189,14 @@ class Reader:
         run.decisions.sort(key=lambda d: d["tokens"])
         run.critical.sort(key=lambda c: c["tokens"])
         run.layers.sort(key=lambda line: line.step)
-        _add_notes(run)
+        losses = run.losses
+        if missing := losses.count(None):
+            run.notes[
+                f"{missing:,} of {len(losses):,} losses are NaN or infinite and missing from the "
+                "curve"
+            ] = None
+        if note := run.without_tokens():
+            run.notes[note] = None
         return run
 
     def _merged(self, logs: list[Run]) -> list[Point]:
@@ -278,21 +241,11 @@ def named(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _add_notes(run: Run) -> None:
-    losses = [p.values["loss"] for p in run.points if "loss" in p.values]
-    if missing := sum(loss is None for loss in losses):
-        run.notes[
-            f"{missing:,} of {len(losses):,} losses are NaN or infinite and missing from the curve"
-        ] = None
-    tokens = [p.tokens for p in run.points]
-    known = [t for t in tokens if t is not None]
-    if known and len(known) < len(tokens):
-        run.notes[
-            f"{len(tokens) - len(known):,} of {len(tokens):,} lines have no tokens, so the x-axis "
-            "shows steps"
-        ] = None
-    elif any(b < a for a, b in zip(known, known[1:])):
-        run.notes["tokens fall while steps rise, so the x-axis shows steps"] = None
+def _paths(layers: dict[str, float | None]) -> list[str]:
+    """The modules that have a value or a lower end."""
+    starts = LOWER, VALUE
+    names = [name for start in starts for name in layers if name.startswith(start)]
+    return list(dict.fromkeys(sys.intern(name.split("/", 2)[2]) for name in names))
 
 
 def _number(record: Mapping[str, Any], name: str, least: float = -math.inf) -> float:

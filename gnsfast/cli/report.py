@@ -6,26 +6,12 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 import gnsfast
 from gnsfast.cli.figures import View, all_figures
-from gnsfast.cli.records import Run
-from gnsfast.cli.summary import (
-    batch_size,
-    count,
-    factors_in,
-    last,
-    last_scale,
-    matches,
-    over_stretches,
-    ratio_at,
-    said,
-    scale_in,
-    tried,
-)
+from gnsfast.cli.runs import Run, count, factors_in, matches, said, scale_in, tried
 from gnsfast.counts import percent, three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
@@ -36,8 +22,6 @@ FILTERS = {
     "count": count,
     "digits": three_digits,
     "interval": Interval.read,
-    "last": last,
-    "last_scale": last_scale,
     "matches": matches,
     "percent": percent,
     "said": said,
@@ -79,7 +63,6 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
         keys=SCALES,
         present=PRESENT,
         most=OVER,
-        cards=[_card(view, run) for run in runs],
         units=dict.fromkeys(str(r.header["loss_unit"]) for r in runs if "loss_unit" in r.header),
         logged={name for p in points for name in p.values},
         factors=factors,
@@ -96,18 +79,3 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     half.write_text(text, encoding="utf-8")
     half.replace(path)
     return path
-
-
-def _card(view: View, run: Run) -> dict[str, Any]:
-    """What the page says of a run beside its figures."""
-    return {
-        "run": run,
-        "of": f"{run.name}: " if view.several else "",
-        "color": view.color(run),
-        "end": run.points[-1] if run.points else None,
-        "losses": [p.values["loss"] for p in run.points if "loss" in p.values],
-        "over": over_stretches(run),
-        "ratio": ratio_at(run.points[-1]) if run.points else None,
-        "batch_size": batch_size(run),
-        "drawn": sum(scale.drawn for scale in run.last_layers.values()),
-    }

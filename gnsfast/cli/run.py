@@ -96,13 +96,13 @@ class Check:
     def record(self) -> dict[str, Any]:
         return {
             "kind": "check",
-            "estimate": numbers(self.estimate),
-            "brute_force": numbers(self.brute_force),
+            "estimate": numbers(self.estimate, "trace", "grad_sqnorm", "resolved"),
+            "brute_force": numbers(self.brute_force, "trace", "grad_sqnorm", "resolved"),
             "ratio": self.ratio,
             "others": {
                 metric: {
-                    "estimate": ends(self.estimate.under(metric)),
-                    "single_samples": ends(found),
+                    "estimate": numbers(self.estimate.under(metric)),
+                    "single_samples": numbers(found),
                     "agrees": self.agrees(metric),
                 }
                 for metric, found in self.single_samples.items()
@@ -112,13 +112,9 @@ class Check:
         }
 
 
-def ends(found: Estimate) -> dict[str, float | None]:
-    return {k: finite_or_none(getattr(found, k)) for k in ("noise_scale", "lower", "upper")}
-
-
-def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
-    keys = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
-    return {k: getattr(scale, k) for k in keys} | {"resolved": scale.resolved}
+def numbers(found: Estimate, *more: str) -> dict[str, Any]:
+    names = "noise_scale", "lower", "upper", *more
+    return {name: finite_or_none(getattr(found, name)) for name in names}
 
 
 class Demo:

@@ -10,11 +10,11 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from typer import Argument
 
 from gnsfast.arguments import check_choice
 from gnsfast.cli.options import REQUIRED, option, pairs
+from gnsfast.cli.plan_tables import say
 from gnsfast.counts import exact_count, parse_count, rounded_percent, short_count
 from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
@@ -26,6 +26,7 @@ from gnsfast.critical_batch.laws import (
     read_records,
 )
 from gnsfast.critical_batch.rules import NAMES, Rules
+from gnsfast.templates import template
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,6 @@ EXPORTS = {
     "huggingface": _hugging_face,
     "nanogpt": _nanogpt,
 }
-WHERE = {
-    "megatron": "add these lines above pretrain(...): its learning rate does not follow by itself",
-    "lightning": "add these lines at the end of configure_optimizers; where it has a schedule of "
-    "its own, multiply that by FACTORS",
-    "huggingface": "these lines train the schedule, learning rates too",
-    "nanogpt": "in train.py; the last four lines replace lr = get_lr(iter_num) ...; "
-    "gradient_accumulation_steps is that of a process",
-}
 
 
 def _passes(options: Options) -> dict[str, int]:
@@ -228,17 +221,10 @@ def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
 
 def show(found: dict[str, Any], console: Console) -> None:
     """What is saved, the stages, and the export."""
+    filters = {"short": short_count, "percent": rounded_percent, "json": json.dumps}
+    words: Any = template("gnsfast.cli", "schedule.txt", **filters).make_module(found)
     saved = Saved(*(found["steps"][k] for k in ("scheduled", "fixed", "against")))
-    console.print(Text(headline(saved), "bold green" if saved.saved > 0 else "bold"))
-    console.print(Text(f"{SAME_COMPUTE}\n", "dim"))
-    if found["seconds"]:
-        seconds = found["seconds"]
-        hours = [short_count(seconds[k] / 3600) for k in ("scheduled", "fixed")]
-        console.print(
-            f"{hours[0]} hours instead of {hours[1]}, {rounded_percent(seconds['share'])} less, by "
-            "the step times that you gave\n",
-            highlight=False,
-        )
+    say(console, words.saving(headline(saved)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in ("from tokens", "samples", "LR ×", "from step", "steps", "share of tokens"):
         table.add_column(column, justify="right")
@@ -254,13 +240,6 @@ def show(found: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     if found["export"]:
-        console.print(Text(f"\n{found['export']['for']}", "bold"))
-        value = found["export"]["value"]
-        if found["export"]["for"] == "megatron":
-            value = f'--step-batch-size-schedule "{value}"'
-        text = value if isinstance(value, str) else json.dumps(value)
-        shown = [*([] if value is None else [text]), *found["export"]["notes"]]
-        if found["export"]["lines"]:
-            shown += ["", f"# {WHERE[found['export']['for']]}", found["export"]["lines"]]
-        for line in shown:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"\n[bold]{found['export']['for']}[/]")
+        lines = words.exported().removesuffix("\n")
+        console.print(lines, highlight=False, soft_wrap=True, markup=False)

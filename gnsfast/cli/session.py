@@ -36,7 +36,7 @@ def run_demo(demo: Demo, folder: Path, console: Console) -> dict[str, Any]:
     if interrupted:
         console.print("Interrupted.", highlight=False)
     console.print(f"Report: {report}\nMetrics: {log}")
-    last = run.points[-1] if run.points else None
+    last = run.end
     return {
         **run.header,
         "kind": "result",

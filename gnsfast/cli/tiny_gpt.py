@@ -21,7 +21,10 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+        return x_BTD + self.fed_forward(self.norm_2(x_BTD))
+
+    def fed_forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x_BTD)))
         return out
 
 

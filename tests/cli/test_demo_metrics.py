@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from gnsfast.cli import optimizers, panel, run, tiny_gpt
 from gnsfast.cli.app import app
 from gnsfast.cli.records import read_runs
-from gnsfast.cli.summary import summary
 
 
 def first(**options: Any) -> run.Progress:
@@ -41,7 +40,7 @@ def test_other_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [check] = [line for line in lines if line.get("kind") == "check"]
     assert list(check["others"]) == ["sign", "spectral"]
     assert lines[2]["gns/sign_lo"] >= 0 and lines[2]["gns/spectral_lo"] >= 0
-    found = summary(read_runs([folder])[0])
+    found = read_runs([folder])[0].summary()
     assert found["noise_scale_sign"]["lower"] == lines[2]["gns/sign_lo"]
     assert "Muon's) norm, samples" in (folder / "report.html").read_text()
 

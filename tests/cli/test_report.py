@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from gnsfast.cli import figures, live
 from gnsfast.cli.app import app
-from gnsfast.cli.records import NothingYet, Point, RecordsError, Run, read_runs
+from gnsfast.cli.records import NothingYet, RecordsError, read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.summary import axis_position, count, matches, summary
+from gnsfast.cli.runs import Point, Run, count, matches
 from gnsfast.interval import Interval
 
 
@@ -128,7 +128,7 @@ def test_batch_over_the_estimate(tmp_path: Path) -> None:
     assert shaded == [(200, 400), (600, 600)]
     assert "<li>tokens 200 to 400: up to 3 times the estimate</li>" in text
     assert "The batch is 2 times the estimated critical batch size" in text
-    over = summary(read_runs([tmp_path / "a.jsonl"])[0])["over_critical_batch"]
+    over = read_runs([tmp_path / "a.jsonl"])[0].summary()["over_critical_batch"]
     assert over[0] == {"steps": [2, 4], "tokens": [200.0, 400.0], "ratio": 3.0}
 
 
@@ -205,7 +205,7 @@ def test_groups_other_scales_and_layers(tmp_path: Path) -> None:
     assert trace(by_title[titles[2]], "noise scale")["y"] == [6, 12]
     [arrows] = [t for t in by_title[titles[3]]["data"] if t.get("marker")]
     assert arrows["y"] == [5, 6] and "over matrices. Band" in text
-    said = summary(read_runs([tmp_path / "a.jsonl"])[0])
+    said = read_runs([tmp_path / "a.jsonl"])[0].summary()
     assert said["noise_scale_sign"] == {"value": 12.0, "lower": 4.0, "upper": 50.0}
     assert said["noise_scale_spectral"] == {"value": None, "lower": 6.0, "upper": None}
     assert said["noise_scale_adam"]["value"] == 10 and said["noise_scale"] is None
@@ -231,7 +231,7 @@ def test_runs_over_each_other(tmp_path: Path) -> None:
     assert specs[0]["layout"]["xaxis"]["title"]["text"] == "step"
     assert trace(specs[1], "a: batch size")["x"] == [0, 15, 20]
     assert text.count('class="run"') == 2 and text.count("</i> a</li>") == 2
-    assert axis_position(runs[0], 2500, over_tokens=False) is None
+    assert runs[0].at(2500, over_tokens=False) is None
 
 
 def test_no_text_ends_the_script(tmp_path: Path) -> None:
@@ -369,5 +369,5 @@ def test_noise_scale_at_the_newest_weights(tmp_path: Path) -> None:
     assert "<dt>noise scale at the newest weights</dt><dd>at least 5 samples" in text
     assert "<dt>noise scale</dt><dd>at most 90 samples" in text
     [run] = read_runs([tmp_path / "a.jsonl"])
-    found = summary(run)
+    found = run.summary()
     assert found["noise_scale_present"] == {"value": None, "lower": 5.0, "upper": None}

@@ -15,7 +15,7 @@ from test_report import read
 
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.summary import factors_in, summary
+from gnsfast.cli.runs import factors_in
 from gnsfast.counts import three_digits
 from gnsfast.critical_batch import Branch, CriticalBatch
 from gnsfast.noise_scale import ModuleNoiseScale
@@ -78,7 +78,7 @@ def test_side_by_side(tmp_path: Path) -> None:
     points = [(t["x"][0], t["y"][0], t["marker"]["symbol"]) for t in figure["data"]]
     assert [point[1:] for point in points] == [(11.314, "diamond"), (2.2627, "circle")]
     assert points[0][0] < points[1][0] < 100  # two runs, two metrics: the first two of four
-    both, first = (each["factors"] for each in summary(runs[0])["critical_batch_branches"])
+    both, first = (each["factors"] for each in runs[0].summary()["critical_batch_branches"])
     assert both["euclidean"] == {"value": pytest.approx(8 * 2**0.5), "lower": 4, "upper": 32}
     assert first["euclidean"] == {"value": None, "lower": None, "upper": 8}
     assert '<span style="color:#8a8f94">◆</span> times the noise scale' in text

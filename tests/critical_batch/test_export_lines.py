@@ -5,11 +5,13 @@ import json
 import math
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import test_schedule
 import torch
 from typer.testing import CliRunner
 
@@ -29,13 +31,7 @@ def schedule_of(thresholds: list[tuple[int, int]]) -> BatchSizeSchedule:
     return BatchSizeSchedule(thresholds, TOTAL, tokens_per_sample=LENGTH)
 
 
-def walked(thresholds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The tokens before each step, and its batch size, one step after another."""
-    steps, trained = [], 0
-    while trained < TOTAL:
-        steps.append((trained, [size for at, size in thresholds if at <= trained][-1]))
-        trained += steps[-1][1] * LENGTH
-    return steps
+walked = partial(test_schedule.walked, total=TOTAL, of_a_sample=LENGTH)
 
 
 def decay(share: float) -> float:

@@ -19,13 +19,15 @@ def olmo() -> BatchSizeSchedule:
     return BatchSizeSchedule(OLMO, total_tokens=658e9, tokens_per_sample=4096)
 
 
-def walked(thresholds: list[tuple[int, int]], total: int, of_a_sample: int) -> list[int]:
-    """The batch size of every step, one step after another."""
-    sizes, trained = [], 0
+def walked(
+    thresholds: list[tuple[int, int]], total: int, of_a_sample: int
+) -> list[tuple[int, int]]:
+    """The tokens before each step, and its batch size, one step after another."""
+    steps, trained = [], 0
     while trained < total:
-        sizes.append([b for tokens, b in thresholds if tokens <= trained][-1])
-        trained += sizes[-1] * of_a_sample
-    return sizes
+        steps.append((trained, [size for at, size in thresholds if at <= trained][-1]))
+        trained += steps[-1][1] * of_a_sample
+    return steps
 
 
 def test_merrill() -> None:
@@ -50,14 +52,12 @@ def test_merrill() -> None:
 @pytest.mark.parametrize("total", [1, 999, 1000, 1050])
 def test_steps_are_those_of_a_run(thresholds: list[tuple[int, int]], total: int) -> None:
     schedule = BatchSizeSchedule(thresholds, total, tokens_per_sample=10)
-    sizes = walked(thresholds, total, 10)
+    sizes = [size for _, size in walked(thresholds, total, 10)]
     assert schedule.steps == len(sizes)
     assert [s.batch_size for s in schedule.stages for _ in range(s.steps)] == sizes
-    trained = 0
-    for size in sizes:
+    for trained, size in walked(thresholds, total, 10):
         assert schedule.batch_size_at(trained) == size
         assert schedule.batch_size_at(trained + size * 10 - 1) == size
-        trained += size * 10
     assert schedule.batch_size_at(trained + 10**6) == sizes[-1]
 
 
@@ -189,7 +189,7 @@ def test_megatron_takes_the_same_steps() -> None:
     assert text == "0:1024 168B:2048 503B:4096"
     for unit, seq_length in (("tokens", 4096), ("samples", None)):
         read = as_megatron_reads(exports.megatron(olmo(), unit=unit), seq_length)
-        samples = walked(read, -(-658_000_000_000 // 4096), 1)
+        samples = [size for _, size in walked(read, -(-658_000_000_000 // 4096), 1)]
         assert len(samples) == olmo().steps
         assert [samples.count(s.batch_size) for s in olmo().stages] == [
             s.steps for s in olmo().stages

@@ -54,19 +54,15 @@ def open_pass(model: nn.Module) -> tuple[Any, Any]:
     return gns, hooks
 
 
-def test_an_estimator_that_is_deleted_in_a_pass() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["the estimator", "the model too"])
+def test_what_is_deleted_in_a_pass(whole: bool) -> None:
     model = make()
     gns, hooks = open_pass(model)
-    model._forward_hooks.clear(), model._forward_pre_hooks.clear()
+    if whole:
+        del model
+    else:
+        model._forward_hooks.clear(), model._forward_pre_hooks.clear()
     del gns, hooks
-    gc.collect()
-    assert compiles()
-
-
-def test_a_model_that_is_deleted_in_a_pass() -> None:
-    model = make()
-    gns, hooks = open_pass(model)
-    del gns, hooks, model
     gc.collect()
     assert compiles()
 

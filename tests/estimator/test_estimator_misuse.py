@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import unseen
-from noise_cases import I, N, draw, make
+from noise_cases import I, N, draw, make, measured
 from torch import Tensor, nn
 
 import gnsfast
@@ -140,9 +140,7 @@ def test_norms_of_another_kind() -> None:
         with pytest.raises(ObservationError, match="grad_norm"):
             gns.compute()
     gns = gnsfast.GradientNoiseScale(model, source="global")
-    [(x, y)] = draw(1)
-    with gns.microbatch(N):
-        F.cross_entropy(model(x), y).backward()
+    measured(gns, model)
     with pytest.raises(ValueError, match="too coarse"):
         gns.update(torch.ones((), dtype=torch.bfloat16))
 
@@ -152,9 +150,7 @@ def test_hook_on_a_gradient() -> None:
     model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     for source, fine in (("auto", True), ("local", True), ("global", False)):
         gns = gnsfast.GradientNoiseScale(model, source=source)
-        [(x, y)] = draw(1)
-        with gns.microbatch(N):
-            F.cross_entropy(model(x), y).backward()
+        measured(gns, model)
         if fine:
             gns.update()
         else:
@@ -267,8 +263,7 @@ def test_graph_of_gradients_spoils_one_pass_alone() -> None:
         with gns.microbatch(N):
             F.cross_entropy(model(x), y).backward(create_graph=True)
     model.zero_grad()
-    with gns.microbatch(N):
-        F.cross_entropy(model(x), y).backward()
+    measured(gns, model)
     gns.update()
     assert gns.compute().updates == 1
 
@@ -285,9 +280,7 @@ def test_update_inside_of_the_block() -> None:
 def test_refused_state_keeps_the_measurements() -> None:
     model = make()
     gns = gnsfast.GradientNoiseScale(model)
-    [(x, y)] = draw(1)
-    with gns.microbatch(N):
-        F.cross_entropy(model(x), y).backward()
+    measured(gns, model)
     gns.update()
     with pytest.raises(ValueError, match="window"):
         gns.load_state_dict(gnsfast.GradientNoiseScale(model, window=8).state_dict())
@@ -297,14 +290,11 @@ def test_refused_state_keeps_the_measurements() -> None:
 def test_replaced_parameters() -> None:
     model = make()
     gns = gnsfast.GradientNoiseScale(model, source="global")
-    [(x, y)] = draw(1)
-    with gns.microbatch(N):
-        F.cross_entropy(model(x), y).backward()
+    measured(gns, model)
     gns.update()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(ObservationError, match="replaced since"):
-        with gns.microbatch(N):
-            F.cross_entropy(model(x), y).backward()
+        measured(gns, model)
 
 
 def test_unused_module_is_no_error() -> None:

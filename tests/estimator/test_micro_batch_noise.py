@@ -3,7 +3,6 @@
 from the float64 gradient of every backward pass, whatever layers they go through.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import expected, noise_scale, sample_grads, upper_bound
+from noise_cases import every_draw
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,22 +50,10 @@ def test_unbiased_over_all_draws(
         )
     model = nn.Linear(3, 3, bias=False).double()
     gns = gnsfast.GradientNoiseScale(model, metric=metric, noise_from="micro_batches")
-    counts = torch.ones(n) if lengths is None else torch.tensor(lengths)
-    u = counts.double() / counts.sum()
-    for drawn in itertools.product(range(len(x_M)), repeat=n):
-        at = 0
-        for b in units:
-            own, of = list(drawn[at : at + b]), slice(at, at + b)
-            tokens = None if lengths is None else counts[of]
-            with gns.microbatch(b, tokens=tokens, scale=u[of].sum().item()):
-                per_sample = (model(x_M[own]) * r_M[own]).sum(1)
-                (per_sample * u[of]).sum().backward()
-            at += b
-        gns.update()
-        model.zero_grad()
+    counts = every_draw(gns, model, x_M, r_M, units, lengths)
     gns.compute()
     mean = g_M.mean(0)
-    variance = square(g_M - mean).mean(0) * (counts.double().square().sum() / n)
+    variance = square(g_M - mean).mean(0) * (counts.square().sum() / n)
     rows = [(p.new, p.square, p.whole, p.first, p.second) for p in parts]
     found = [torch.stack(each).mean(0) for each in zip(*rows)]
     want = [variance, square(mean), mean, mean, mean]

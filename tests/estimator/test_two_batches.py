@@ -3,12 +3,12 @@
 gradient of every backward pass, of a model that nobody converted.
 """
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from noise_cases import every_draw
 from processes import each, spawn
 from test_micro_batch_noise import Everything, draw, loss_of
 from torch import Tensor, nn
@@ -32,21 +32,8 @@ def test_unbiased_over_all_draws(units: list[int], lengths: list[int] | None) ->
     g_M = torch.einsum("mo,mi->moi", r_M, x_M).flatten(1)
     model = nn.Linear(3, 3, bias=False).double()
     gns = TwoBatchNoiseScale(model, window=3**n)
-    counts = torch.ones(n) if lengths is None else torch.tensor(lengths)
-    u = counts.double() / counts.sum()
-    for drawn in itertools.product(range(3), repeat=n):
-        at = 0
-        for b in units:
-            own, of = list(drawn[at : at + b]), slice(at, at + b)
-            tokens = None if lengths is None else counts[of]
-            with gns.microbatch(b, tokens=tokens, scale=u[of].sum().item()):
-                per_sample = (model(x_M[own]) * r_M[own]).sum(1)
-                (per_sample * u[of]).sum().backward()
-            at += b
-        gns.update()
-        model.zero_grad()
-    found, lengths_ = gns.compute(), counts.double()
-    spread = lengths_.square().mean() / lengths_.mean().square()
+    counts = every_draw(gns, model, x_M, r_M, units, lengths)
+    found, spread = gns.compute(), counts.square().mean() / counts.mean().square()
     trace = (g_M - g_M.mean(0)).square().sum(1).mean() * spread
     assert found.trace == pytest.approx(trace.item(), rel=1e-9)
     assert found.grad_sqnorm == pytest.approx(g_M.mean(0).square().sum().item(), rel=1e-9)

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import controller_cases
 import pytest
 import torch
 import transformers as hf
-from controller_cases import at_least, noise
+from controller_cases import noise
 from processes import spawn
 from trainer_cases import (
     SCALED,
@@ -24,7 +25,6 @@ from trainer_cases import (
     weights,
 )
 
-from gnsfast import NoiseScale
 from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker
 from gnsfast.integrations.transformers import GNSCallback
@@ -34,17 +34,8 @@ from gnsfast.integrations.transformers_branches import TrainerRun
 EPOCH, STEPS = 25 * T, 35  # five epochs of 7 steps of 4 samples; their last ones have one sample
 
 
-class Told(GNSCallback):
-    """Measures, and says that the batch may grow from some tokens on."""
-
-    def __init__(self, controller: BatchSizeController, places: list[int], **options: Any) -> None:
-        super().__init__(**options)
-        self.controller, self.places = controller, places
-
-    def compute(self) -> NoiseScale:
-        super().compute()
-        grown = sum(self.controller.tokens >= place for place in self.places)
-        return at_least(4.0 * 2**grown) if grown else noise(1.0)
+class Told(controller_cases.Told, GNSCallback):
+    at_first = 8.0
 
 
 def controller_of(**changes: Any) -> BatchSizeController:

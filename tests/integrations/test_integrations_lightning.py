@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from controller_cases import Lines
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -130,18 +131,6 @@ def by_hand(
             optimizer.step()
             optimizer.zero_grad()
     return gns.compute()
-
-
-class Lines:
-    """A tracker that remembers."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, dict[str, float]]] = []
-
-    def log(self, metrics: Any, step: int) -> None:
-        self.seen.append((step, dict(metrics)))
-
-    def close(self) -> None: ...
 
 
 def test_accumulation_and_clipping(tmp_path: Path) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import controller_cases
 import lightning.pytorch as pl
 import pytest
 import torch
-from controller_cases import at_least, noise
 from test_integrations_lightning import Loader, Manual, Tiny, data
 
-from gnsfast import NoiseScale
 from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.integrations.lightning import GNSMonitor
@@ -24,21 +23,10 @@ PER_EPOCH, EPOCHS = 13, 4
 RULES = Rules("sqrt", "half_life", "timescale")
 
 
-class Told(GNSMonitor):
-    """Measures, and says that the batch may grow once a check was at these batches."""
+class Told(controller_cases.Told, GNSMonitor):
+    """Its places are batches of 8."""
 
-    def __init__(self, controller: BatchSizeController, places: list[int], **options: Any) -> None:
-        super().__init__(**options)
-        self.controller, self.places = controller, places
-
-    @property
-    def state_key(self) -> str:
-        return "GNSMonitor"
-
-    def compute(self) -> NoiseScale:
-        super().compute()
-        grown = sum(self.controller.tokens >= 8 * place for place in self.places)
-        return at_least(16.0 * 2**grown) if grown else noise(1.0)
+    at_first, per_place, state_key = 32.0, 8, "GNSMonitor"
 
 
 class Epochs(Loader):

@@ -3,13 +3,16 @@
 
 import os
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import trainer_cases
 import transformers as hf
+from controller_cases import Lines
 from processes import spawn
 from torch import Tensor, nn
 
@@ -20,6 +23,7 @@ from gnsfast.integrations.trl_head import measured_head
 
 V, T, N, STEPS = 23, 9, 4, 12
 Sample = dict[str, Tensor]
+samples = partial(trainer_cases.samples, length=T, labelled=3)
 
 
 def tiny_gpt() -> nn.Module:
@@ -53,20 +57,6 @@ class Plain(nn.Module):
         if labels is not None:
             found["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return found
-
-
-def samples(count: int, seed: int = 3) -> list[Sample]:
-    """Labels of unequal number: the first ones of each sample are -100. Few tokens, so that |G|²
-    is far from zero.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(count):
-        ids = torch.randint(0, 4, (T,), generator=generator)
-        labels = ids.clone()
-        labels[: int(torch.randint(0, T - 2, (1,), generator=generator))] = -100
-        found.append({"input_ids": ids, "labels": labels})
-    return found
 
 
 def trainer_of(
@@ -249,18 +239,6 @@ def test_the_head_of_trl_is_measured_for_a_while() -> None:
     with measured_head(model, lambda: False):
         assert model.forward is not theirs and model.forward.__wrapped__ is theirs
     assert vars(model)["forward"] is theirs
-
-
-class Lines:
-    """A tracker that remembers."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, dict[str, float]]] = []
-
-    def log(self, metrics: Any, step: int) -> None:
-        self.seen.append((step, dict(metrics)))
-
-    def close(self) -> None: ...
 
 
 class Classify(Plain):

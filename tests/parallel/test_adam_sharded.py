@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from processes import each, spawn
-from test_dual_norms_sharded import Batch, Tied, alone, batches_of, in_one, loss_of, make, shard
+from test_dual_norms_sharded import Tied, alone, batches_of, in_one, loss_of, make, measure, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,42 +16,32 @@ import gnsfast
 pytestmark = pytest.mark.dist
 
 
-def trained(
-    gns: gnsfast.GradientNoiseScale, model: Any, updates: list[list[Batch]], each_pass: str = ""
-) -> Any:
-    """The noise scale under the metric of the optimizer, whose steps change it."""
-    optimizer = gns._settings.optimizer
-    for passes in updates:
-        for k, batch in enumerate(passes):
-            if each_pass:
-                getattr(model, each_pass)(k == len(passes) - 1)
-            with gns.microbatch(len(batch[0]), scale=1 / len(passes)):
-                (loss_of(model, batch) / len(passes)).backward()
-        gns.update()
-        optimizer.step()
-        optimizer.zero_grad()
-    return gns.compute().adam
-
-
 def with_adam(model: nn.Module, amsgrad: bool = False) -> dict[str, Any]:
     options: Any = dict(lr=1e-2, eps=1e-3, amsgrad=amsgrad)
     return {"metric": "adam", "optimizer": torch.optim.AdamW(model.parameters(), **options)}
 
 
-def check(ours: Any, theirs: Any, rel: float = 1e-6) -> None:
+def check(found: gnsfast.GradientNoiseScale, truth: gnsfast.GradientNoiseScale, rel: float) -> None:
+    ours, theirs = found.compute().adam, truth.compute().adam
     assert ours.updates == theirs.updates > 3, (ours, theirs)
     for name in ("trace", "grad_sqnorm", "noise_scale", "lower", "upper"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=rel), name
 
 
+def compared(
+    rank: int, updates: Any, one: Any, model: Any, each_pass: str = "", source: Any = "auto",
+    ams: bool = False, rel: float = 1e-6,
+) -> None:  # fmt: skip
+    """``model`` over all processes, and ``one`` in this process with all of the samples."""
+    theirs = alone(one, source=source, **with_adam(one, ams))
+    ours = gnsfast.GradientNoiseScale(model, source=source, **with_adam(model, ams))
+    truth = measure(theirs, one, [in_one(u) for u in updates])
+    check(measure(ours, model, [u[rank] for u in updates], each_pass), truth, rel)
+
+
 def sharded(rank: int, ranks: int, parts: int, each_pass: str, source: str, ams: bool) -> None:
-    updates = batches_of(ranks, parts, 4)
-    one = make()
-    gns = alone(one, source=source, **with_adam(one, ams))
-    truth = trained(gns, one, [in_one(u) for u in updates])
     model = shard(make(), reshard_after_forward=not each_pass)
-    gns = gnsfast.GradientNoiseScale(model, source=source, **with_adam(model, ams))
-    check(trained(gns, model, [u[rank] for u in updates], each_pass), truth)
+    compared(rank, batches_of(ranks, parts, 4), make(), model, each_pass, source, ams)
 
 
 CASES = [  # ranks, micro-batches, what is told of each pass, source, amsgrad
@@ -70,12 +60,8 @@ def test_processes(ranks: int) -> None:
 
 def replicated(rank: int) -> None:
     """HSDP: two replicas of two shards."""
-    updates, one = batches_of(4, 1, 4), make()
-    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(make(), mesh=mesh)
-    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
-    check(trained(gns, model, [u[rank] for u in updates]), truth)
+    compared(rank, batches_of(4, 1, 4), make(), shard(make(), mesh=mesh))
 
 
 def test_four_processes() -> None:
@@ -85,21 +71,14 @@ def test_four_processes() -> None:
 def mixed_precision(rank: int) -> None:
     """bfloat16 layers, float32 moments; one process shards over itself, for the same rounding."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    updates = batches_of(2, 2, 4)
     one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
-    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
     model = shard(make(dtype=torch.float32), mp_policy=policy)
-    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
-    check(trained(gns, model, [u[rank] for u in updates]), truth, rel=1e-4)
+    compared(rank, batches_of(2, 2, 4), one, model, rel=1e-4)
 
 
 def tied(rank: int) -> None:
     """One v for all uses of a weight."""
-    updates, one = batches_of(2, 2, 4), make(Tied)
-    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
-    model: Any = fully_shard(make(Tied))
-    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
-    check(trained(gns, model, [u[rank] for u in updates]), truth)
+    compared(rank, batches_of(2, 2, 4), make(Tied), fully_shard(make(Tied)))
 
 
 def step_in_between(rank: int) -> None:
@@ -108,7 +87,7 @@ def step_in_between(rank: int) -> None:
     given = with_adam(model)
     gns = gnsfast.GradientNoiseScale(model, **given)
     [[batch, other]] = batches_of(1, 2, 4)[0]
-    trained(gns, model, [[batch]])
+    measure(gns, model, [[batch]])
     with gns.microbatch(4):
         loss_of(model, batch).backward()
     given["optimizer"].step()
@@ -123,7 +102,7 @@ def step_in_between_local(rank: int) -> None:
     given = with_adam(model)
     gns = gnsfast.GradientNoiseScale(model, source="local", **given)
     [[batch, other]] = batches_of(1, 2, 4)[0]
-    trained(gns, model, [[batch]])
+    measure(gns, model, [[batch]])
     for each_batch in (batch, other):
         with gns.microbatch(4):
             gathered = dict(gns._start().sides["adam"]._gathered)

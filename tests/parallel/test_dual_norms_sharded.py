@@ -85,7 +85,9 @@ def in_one(ranks: list[list[Batch]]) -> list[Batch]:
 def measure(
     gns: gnsfast.GradientNoiseScale, model: Any, updates: list[list[Batch]], each_pass: str = ""
 ) -> gnsfast.GradientNoiseScale:
-    """``each_pass`` names a method of FSDP2 that is told whether a pass is its update's last."""
+    """``each_pass`` names a method of FSDP2 that is told whether a pass is its update's last. Steps
+    the optimizer of Adam's metric.
+    """
     for passes in updates:
         for k, batch in enumerate(passes):
             if each_pass:
@@ -93,6 +95,8 @@ def measure(
             with gns.microbatch(len(batch[0]), scale=1 / len(passes)):
                 (loss_of(model, batch) / len(passes)).backward()
         gns.update()
+        if (optimizer := gns._settings.optimizer) is not None:
+            optimizer.step()
         model.zero_grad()
     return gns
 
@@ -122,12 +126,19 @@ def shard(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
+def compared(
+    rank: int, updates: Any, one: Any, model: Any, metric: Any = METRICS, each_pass: str = "",
+    rel: float = 1e-8,
+) -> None:  # fmt: skip
+    """``model`` over all processes, and ``one`` in this process with all of the samples."""
+    truth = measure(alone(one, metric), one, [in_one(u) for u in updates])
+    gns = gnsfast.GradientNoiseScale(model, metric=metric)
+    check(measure(gns, model, [u[rank] for u in updates], each_pass), truth, rel)
+
+
 def sharded(rank: int, ranks: int, parts: int, n: int, each_pass: str) -> None:
-    updates = batches_of(ranks, parts, n)
-    truth = measure(alone(model := make()), model, [in_one(u) for u in updates])
     model = shard(make(), reshard_after_forward=not each_pass)
-    gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
-    check(measure(gns, model, [u[rank] for u in updates], each_pass), truth)
+    compared(rank, batches_of(ranks, parts, n), make(), model, each_pass=each_pass)
 
 
 CASES = [  # ranks, micro-batches, samples, what is told of each pass
@@ -146,12 +157,8 @@ def test_processes(ranks: int) -> None:
 
 def replicated(rank: int) -> None:
     """HSDP: two replicas of two shards."""
-    updates = batches_of(4, 1, 4)
-    truth = measure(alone(model := make()), model, [in_one(u) for u in updates])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard(make(), mesh=mesh)
-    gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
-    check(measure(gns, model, [u[rank] for u in updates]), truth)
+    compared(rank, batches_of(4, 1, 4), make(), shard(make(), mesh=mesh))
 
 
 def test_four_processes() -> None:
@@ -161,21 +168,14 @@ def test_four_processes() -> None:
 def mixed_precision(rank: int) -> None:
     """bfloat16 layers, float32 sums; one process shards over itself, for the same rounding."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    updates = batches_of(2, 2, 4)
-    model = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
-    truth = measure(alone(model), model, [in_one(u) for u in updates])
+    one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
     model = shard(make(dtype=torch.float32), mp_policy=policy)
-    gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
-    check(measure(gns, model, [u[rank] for u in updates]), truth, rel=1e-4)
+    compared(rank, batches_of(2, 2, 4), one, model, rel=1e-4)
 
 
 def tied(rank: int) -> None:
     """The sign alone: a shared weight has no spectral noise scale."""
-    updates = batches_of(2, 2, 4)
-    truth = measure(alone(model := make(Tied), "sign"), model, [in_one(u) for u in updates])
-    model = fully_shard(make(Tied))
-    gns = gnsfast.GradientNoiseScale(model, metric="sign")
-    check(measure(gns, model, [u[rank] for u in updates]), truth)
+    compared(rank, batches_of(2, 2, 4), make(Tied), fully_shard(make(Tied)), "sign")
 
 
 def overflow(rank: int, metric: str, layer: str) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that a model uses several times, at half precision and under autocast."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from oracle import assert_norms, loop_sqnorms
@@ -11,19 +13,24 @@ from torch import Tensor, nn
 import gnsfast
 
 
-def test_bfloat16() -> None:
-    """No further from the loop than twice the plain loop at bfloat16."""
-    model, x = Again(nn.Linear(D, D)).bfloat16(), torch.randn(B, 40, D).bfloat16()
-    loop = loop_sqnorms(model, square, x, B)
+def assert_as_near(
+    norms: gnsfast.SampleNorms, model: nn.Module, x: Tensor, loss_of: Callable[..., Tensor]
+) -> None:
+    """No further from the loop in float64 than twice the plain loop of the same ``loss_of``."""
+    want = torch.stack(list(loop_sqnorms(model, square, x, B).values())).sum(0)
     own = torch.zeros(B, dtype=torch.float64)
     for b in range(B):
-        grads = torch.autograd.grad(square(model, x[b : b + 1]), list(model.parameters()))
+        grads = torch.autograd.grad(loss_of(model, x[b : b + 1]), list(model.parameters()))
         own[b] = sum(g.double().square().sum() for g in grads)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        square(model, x).backward()
-    want = torch.stack(list(loop.values())).sum(0)
     error = ((norms.total().double() - want).abs() / want).max()
     assert error <= 2 * ((own - want).abs() / want).max()
+
+
+def test_bfloat16() -> None:
+    model, x = Again(nn.Linear(D, D)).bfloat16(), torch.randn(B, 40, D).bfloat16()
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        square(model, x).backward()
+    assert_as_near(norms, model, x, square)
     assert model.layer.weight.grad.dtype == torch.bfloat16
 
 
@@ -35,18 +42,11 @@ def test_autocast(outside: bool) -> None:
         return y.square().sum()
 
     model, ids = Universal(), torch.randint(0, V, (B, T))
-    loop = loop_sqnorms(model, square, ids, B)
-    want = torch.stack(list(loop.values())).sum(0)
-    own = torch.zeros(B, dtype=torch.float64)
-    for b in range(B):
-        grads = torch.autograd.grad(cast(model, ids[b : b + 1]), list(model.parameters()))
-        own[b] = sum(g.double().square().sum() for g in grads)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         value = cast(model, ids)
         with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
             value.backward()
-    error = ((norms.total().double() - want).abs() / want).max()
-    assert error <= 2 * ((own - want).abs() / want).max()
+    assert_as_near(norms, model, ids, cast)
 
 
 def test_backward_under_autocast_of_a_forward_without_it() -> None:

@@ -239,23 +239,9 @@ def test_weight_also_used_as_a_tensor(x: Tensor) -> None:
             (square(model, x) + unseen.penalty(model.layer.weight, 10.0)).backward()
 
 
-def test_lookup_between_two_calls_of_a_tied_head() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(D, D), nn.Linear(D, D, bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.head(self.words(ids)) + self.head(self.words(ids).sin())
-
-    model, ids = Tied(), torch.randint(0, D, (B, T))
-    loop = loop_sqnorms(model, square, ids, B)
-    assert_norms(run(model, ids), loop)
-
-
-def test_a_tied_embedding_is_exact_without_it() -> None:
-    """Its links count its calls, whether it is named or not."""
+@pytest.mark.parametrize("calls_of_the_head", [1, 2])
+def test_two_lookups_of_a_tied_head(calls_of_the_head: int) -> None:
+    """One between two calls of the head, or both before its only call."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -264,6 +250,8 @@ def test_a_tied_embedding_is_exact_without_it() -> None:
             self.head.weight = self.words.weight
 
         def forward(self, ids: Tensor) -> Tensor:
+            if calls_of_the_head == 2:
+                return self.head(self.words(ids)) + self.head(self.words(ids).sin())
             return self.head(self.words(ids).sin() + self.words(ids.flip(1)))
 
     model, ids = Tied(), torch.randint(0, D, (B, T))

@@ -6,6 +6,19 @@
   const saved = JSON.parse(sessionStorage.getItem(key) || "{}");
   const zoomed = saved.zoomed || {};
 
+  // What all figures look like; the page's data say only what they show.
+  const grid = {gridcolor: "rgba(128, 128, 128, 0.22)", zeroline: false, automargin: true};
+  const bar = {orientation: "h", x: 0.5, y: 1, yanchor: "bottom", thickness: 10,
+    len: 1, lenmode: "fraction", outlinewidth: 0};
+  const template = {
+    layout: {
+      hovermode: "x unified", showlegend: false, yaxis: grid,
+      xaxis: Object.assign({exponentformat: "B", rangemode: "tozero", nticks: 6}, grid,
+        {automargin: false}),
+    },
+    data: {heatmap: [{hoverongaps: false, colorscale: "Viridis", colorbar: bar}]},
+  };
+
   function themed() {
     const css = getComputedStyle(document.documentElement);
     const ink = css.getPropertyValue("--ink"), ground = css.getPropertyValue("--card");
@@ -18,7 +31,7 @@
       font: {family: getComputedStyle(document.body).fontFamily, size: 12},
       hoverlabel: {namelength: -1, align: "left"},
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: {l: 42, r: 14, t: 10, b: 42}, dragmode: touch ? false : "zoom",
+      template, margin: {l: 42, r: 14, t: 10, b: 42}, dragmode: touch ? false : "zoom",
     }, spec.layout);
     Plotly.newPlot(box, spec.data, layout, {displayModeBar: false, responsive: true});
     Plotly.relayout(box, themed());

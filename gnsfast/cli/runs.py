@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as its logs tell it, in numbers and in words."""
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gnsfast.counts import short_count, three_digits
+from gnsfast.integrations.trackers import PRESENT, SCALES
+from gnsfast.interval import Interval
+from gnsfast.noise_scale import METRICS, OTHERS, OVER
+
+SCALE = ("noise_scale", "lower", "upper")
+"""The fields of a noise scale in a record."""
+
+GROUP, LOWER = "gns/group/", "_lo"
+
+count = partial(short_count, whole=1e4, units="kMBT")
+"""Steps and tokens: 26.2M."""
+
+
+@dataclass
+class Point:
+    """The numbers of a step; None is NaN or infinite."""
+
+    step: int
+    values: dict[str, float | None]
+
+    @property
+    def tokens(self) -> float | None:
+        return self.values.get("tokens")
+
+    def scale(self, name: str) -> Interval | None:
+        """A noise scale or an estimate; None if it was not logged."""
+        keys = (name, f"{name}_lo", f"{name}_hi")
+        logged = any(key in self.values for key in keys)
+        return Interval.read(self.values, *keys) if logged else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Batch size / estimate of the critical batch size."""
+        if (ratio := self.values.get("cbs/ratio")) is not None:
+            return ratio
+        size, estimate = self.values.get("batch/size"), self.values.get("cbs/estimate")
+        return size / estimate if size and estimate and estimate > 0 else None
+
+
+class LayerLine(NamedTuple):
+    """The noise scale of each module at a step, by path."""
+
+    step: int
+    tokens: float | None
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Over:
+    """A stretch on which the batch was larger than ``OVER`` times the estimate."""
+
+    start: Point
+    end: Point
+    ratio: float
+
+
+@dataclass(eq=False)
+class Run:
+    """What was read from one file, or from all files of a run."""
+
+    name: str = ""
+    path: Path = Path()
+    header: dict[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    layers: list[LayerLine] = field(default_factory=list)
+    last_layers: dict[str, Interval] = field(default_factory=dict)
+    """By path, of the last line that has layers."""
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    critical: list[dict[str, Any]] = field(default_factory=list)
+    check: dict[str, Any] | None = None
+    state: str = "open"
+    """Or ``"ended"`` or ``"interrupted"``, once a line says so."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """What a reader of the report must know, in order."""
+
+    @property
+    def end(self) -> Point | None:
+        return self.points[-1] if self.points else None
+
+    @property
+    def losses(self) -> list[float | None]:
+        return [p.values["loss"] for p in self.points if "loss" in p.values]
+
+    def last(self, name: str) -> float | None:
+        """The newest finite value of this name, if there is one."""
+        values = (p.values.get(name) for p in reversed(self.points))
+        return next((v for v in values if v is not None), None)
+
+    def last_scale(self, name: str) -> Interval | None:
+        scales = (p.scale(name) for p in reversed(self.points))
+        return next((s for s in scales if s is not None), None)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of groups of samples, in the order of their first lines."""
+        keys = dict.fromkeys(key for point in self.points for key in point.values)
+        found = (key for key in keys if key.startswith(GROUP) and key.endswith(LOWER))
+        return [key[len(GROUP) : -len(LOWER)] for key in found]
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """The decisions that changed the batch size."""
+        return [d for d in self.decisions if d["old"] != d["new"]]
+
+    @property
+    def batch_size(self) -> float | None:
+        """That of the last decision, or else that of the last line, a mean over updates."""
+        return float(self.decisions[-1]["new"]) if self.decisions else self.last("batch/size")
+
+    @cached_property
+    def over(self) -> list[Over]:
+        """Stretches above ``OVER`` times the estimate, each up to the first point below it."""
+        known = [p for p in self.points if "cbs/ratio" in p.values or "cbs/estimate" in p.values]
+        ratios, found = [p.ratio or 0.0 for p in known], []
+        for over, group in groupby(range(len(known)), lambda k: ratios[k] > OVER):
+            if over:
+                stretch = list(group)
+                end = known[min(stretch[-1] + 1, len(known) - 1)]
+                found.append(Over(known[stretch[0]], end, max(ratios[k] for k in stretch)))
+        return found
+
+    def without_tokens(self) -> str:
+        """Why the axis shows steps although lines have tokens; empty if it can show tokens."""
+        known = [p.tokens for p in self.points if p.tokens is not None]
+        if known and (unknown := len(self.points) - len(known)):
+            return (
+                f"{unknown:,} of {len(self.points):,} lines have no tokens, so the x-axis shows "
+                "steps"
+            )
+        falls = any(b < a for a, b in zip(known, known[1:]))
+        return "tokens fall while steps rise, so the x-axis shows steps" if falls else ""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether all points can be drawn over tokens."""
+        return not self.without_tokens() and all(p.tokens is not None for p in self.points)
+
+    def at(self, tokens: float, over_tokens: bool) -> float | None:
+        """Where a record after ``tokens`` tokens lies on the axis; None if no point lies beyond
+        it.
+        """
+        if over_tokens:
+            return tokens
+        points = [p for p in self.points if p.tokens is not None]
+        k = bisect.bisect_left([p.tokens or 0.0 for p in points], tokens)
+        if k == len(points):
+            return None
+        end = points[k]
+        t0, s0 = (points[k - 1].tokens or 0.0, points[k - 1].step) if k else (0.0, 0)
+        width = (end.tokens or 0.0) - t0
+        return s0 + (end.step - s0) * (tokens - t0) / width if width > 0 else float(end.step)
+
+    def summary(self) -> dict[str, Any]:
+        """One JSON object."""
+        scales = {"noise_scale": SCALES["euclidean"], "noise_scale_present": PRESENT}
+        scales |= {f"noise_scale_{metric}": SCALES[metric] for metric in OTHERS}
+        scales |= {"critical_batch_estimate": "cbs/estimate"}
+        found = {name: self.last_scale(key) for name, key in scales.items()}
+        groups = {group: self.last_scale(GROUP + group) for group in self.groups}
+        losses = self.losses
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "state": self.state,
+            "step": self.end.step if self.end else None,
+            "tokens": self.last("tokens"),
+            "loss": losses[-1] if losses else None,
+            "losses": len(losses),
+            "losses_not_finite": losses.count(None),
+            **{name: scale.record() if scale else None for name, scale in found.items()},
+            "noise_scale_groups": {name: scale.record() for name, scale in groups.items() if scale},
+            "covered": self.last("gns/covered"),
+            "layers": len(self.last_layers),
+            "batch_size": self.batch_size,
+            "critical_batch_ratio": self.end.ratio if self.end else None,
+            "over_critical_batch": [
+                {
+                    "steps": [over.start.step, over.end.step],
+                    "tokens": [over.start.tokens, over.end.tokens],
+                    "ratio": over.ratio,
+                }
+                for over in self.over
+            ],
+            "critical_batch_branches": [
+                {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
+                | {"factors": {m: _known(f) for m, f in factors_in(c).items()}}
+                for c in self.critical
+            ],
+            "decisions": len(self.decisions),
+            "warnings": sum(bool(d.get("warning")) for d in self.decisions),
+            "check": self.check,
+            "notes": list(self.notes),
+        }
+
+
+def _known(factor: Interval) -> dict[str, float | None]:
+    """A factor for JSON, without an end that is not known."""
+    return factor._replace(lower=factor.lower or math.nan).record()
+
+
+def said(found: Interval) -> str:
+    """A value with its 95 % interval, where there is one."""
+    if found.only is not None:
+        return f"{found.ends(three_digits)} (95 %)"
+    if not found.drawn:
+        return "not resolved"
+    ends = found.ends(three_digits)
+    return three_digits(found.value) + (f" (95 %: {ends})" if ends else "")
+
+
+def tried(found: Interval) -> str:
+    """A measurement's interval in words: its ends are batch sizes that were tried."""
+    ends = found.ends(three_digits)
+    return f"{ends} samples" if ends else "not resolved"
+
+
+def scale_in(record: dict[str, Any]) -> Interval:
+    """A noise scale of a measurement, by either of its two names."""
+    return Interval.read(record, *(Interval._fields if "value" in record else SCALE))
+
+
+def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
+    """Critical batch size / noise scale of a measurement, in each metric that it has."""
+    size, found = Interval.read(measured), {}
+    for metric in METRICS:
+        record = measured.get("noise_scale" if metric == "euclidean" else metric)
+        if isinstance(record, dict):
+            scale = scale_in(record)
+            if scale.value > 0 or scale.lower > 0:
+                found[metric] = size.over(scale)
+    return found
+
+
+def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """A measurement's branches, the smallest first, and whether each matches every smaller one."""
+    least, tolerance = math.inf, measurement.get("tolerance")
+    branches = sorted(measurement.get("branches") or [], key=lambda b: b["batch_size"])
+    for k, branch in enumerate(branches):
+        loss = branch.get("loss")
+        if loss is None:
+            yield branch, str(branch.get("state") or "no loss")
+            continue
+        if tolerance is not None:
+            matched = loss <= least + tolerance
+        else:
+            matched = branch["batch_size"] <= (measurement.get("lower") or 0.0)
+        yield branch, "-" if not k else "yes" if matched else "no"
+        least = min(least, loss)
