@@ -30,7 +30,8 @@ class Example(NamedTuple):
         """
         given = [*tensors_of((args, kwargs))]
         at = 0 if any(t.ndim and t.shape[0] == B for t in given) else 1
-        dims = tuple(_dim_of(t, at, B) for t in given)
+        square = any(t.shape[:2] == (B, B) and not _is_mask(t) for t in given)
+        dims = tuple(None if square and _is_of_tokens(t, B) else _dim_of(t, at, B) for t in given)
         if all(d is None for d in dims):
             return None
         whole = cls(tuple(args), dict(kwargs), B, dims)
@@ -112,10 +113,23 @@ def _dim_of(t: Tensor, at: int, B: int) -> int | None:
         return None
     if len(s) > at and s[at] == B:
         return at
-    is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool or s[0] == 1)
-    if at == 0 and len(s) > 1 and s[1] == B and not is_mask:
+    if at == 0 and len(s) > 1 and s[1] == B and not (_is_mask(t) or (len(s) == 2 and s[0] == 1)):
         return 1
     return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None
+
+
+def _is_mask(t: Tensor) -> bool:
+    return t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool)
+
+
+def _is_of_tokens(t: Tensor, B: int) -> bool:
+    """Whether a tensor of a batch with as many tokens as samples holds the positions of the tokens,
+    or a mask that hides later ones.
+    """
+    if t.shape == (B,) and not _is_mask(t):
+        return bool((t.diff() == 1).all())
+    triangles = (t.tril(), t.triu()) if t.shape == (B, B) and _is_mask(t) else ()
+    return any(torch.equal(t, own) for own in triangles)
 
 
 def _picked(t: Tensor, dim: int, samples: list[int], n: int) -> Tensor:

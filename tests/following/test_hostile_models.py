@@ -806,17 +806,21 @@ def test_many_gates_that_open_late() -> None:
     assert not right_or_named(model, torch.randn(4, D), 4)
 
 
-def test_as_many_positions_as_samples() -> None:
-    """One row of positions [1, T] is the same for all samples."""
+@pytest.mark.parametrize("shape", [(6,), (1, 6)])
+def test_as_many_positions_as_samples(shape: tuple[int, ...]) -> None:
+    """They are the same for all samples, as is the mask that hides later tokens."""
 
     def run(m: Any, x: Any) -> Tensor:
-        y: Tensor = m.a((m.words(x[0]) + m.positions(x[1])).tanh())
+        h = m.words(x[0]) + m.positions(x[1])
+        y: Tensor = m.a(F.scaled_dot_product_attention(m.q(h), h, h, attn_mask=x[2]))
         return y
 
-    model = Own(run, a=linear(), words=nn.Embedding(9, D), positions=nn.Embedding(9, D))
-    for B in (6, 4):
-        x = torch.randint(0, 9, (B, 6)), torch.arange(6)[None]
-        assert len(right_or_named(model, x, B)) == 4
+    tables = {"words": nn.Embedding(9, D), "positions": nn.Embedding(9, D)}
+    model = Own(run, a=linear(), q=linear(), **tables)
+    hidden = torch.ones(6, 6).triu(1) > 0
+    for B, mask in ((6, ~hidden), (4, ~hidden), (6, torch.zeros(6, 6).masked_fill(hidden, -1e9))):
+        x = torch.randint(0, 9, (B, 6)), torch.arange(6).view(shape), mask
+        assert len(right_or_named(model, x, B)) == 6
 
 
 @pytest.mark.parametrize("measure", ["norms", "noise scale"])
