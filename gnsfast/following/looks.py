@@ -284,10 +284,15 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _lists_samples(index: Any, t: Tensor, samples: int) -> bool:
-    """Whether an index is a list or an array of as many numbers as dimension 0 has for samples."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    numbers = hasattr(first, "__len__") and not isinstance(first, (Tensor, str))
-    return numbers and t.ndim > 0 and len(first) == len(t) and len(t) % samples == 0
+    """Whether an index has a list or an array of as many numbers as samples are in its place."""
+    own = zip(index if isinstance(index, tuple) else (index,), t.shape)
+    return any(
+        hasattr(each, "__len__")
+        and not isinstance(each, (Tensor, str))
+        and len(each) == size
+        and size % samples == 0
+        for each, size in own
+    )
 
 
 def _mark(t: Tensor, mark: Any) -> None:

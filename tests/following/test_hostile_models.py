@@ -865,3 +865,17 @@ def test_samples_sorted_by_any_function(kind: str) -> None:
     for lengths in ([6, 6, 6, 6], [2, 6, 5, 1]):
         x = torch.randn(4, D), torch.tensor(lengths)
         assert right_or_named(model, x, 4) >= {"b.weight", "b.bias"}
+
+
+def by_list_of_columns(m: Any, x: Any) -> Tensor:
+    order = order_of(x)
+    back = [order.index(k) for k in range(len(order))]
+    y = F.linear(m.a(x[0].transpose(0, 1)[:, order]).tanh(), m.w)
+    return y[:, back].transpose(0, 1)
+
+
+def test_a_list_that_sorts_samples_along_another_dimension() -> None:
+    """It is not measured in part: no sample gets the norm of another."""
+    model, x = Own(by_list_of_columns, a=linear(), w=torch.randn(D, D)), torch.randn(4, 6, D)
+    right_or_named(model, (x, torch.full((4,), 6)), 4)
+    right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
