@@ -4,7 +4,7 @@
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -167,12 +167,13 @@ class _Generator(NamedTuple):
 
 
 @contextmanager
-def kept_chance(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Restore every random generator at the end: torch's, Python's and NumPy's, and those that
-    modules hold as attributes. It yields a function that seeds all of them.
+def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
+    """Restore every random generator at the end: torch's, Python's and NumPy's, those that modules
+    hold as attributes, and those among the arguments that are ``given``. It yields a function that
+    seeds all of them.
     """
     devices = {t.device for t in chain(model.parameters(), model.buffers()) if t.is_cuda}
-    generators = [*_generators(model)]
+    generators = [*_generators(model, given)]
 
     def seed(number: int) -> None:
         torch.manual_seed(number)
@@ -187,13 +188,20 @@ def kept_chance(model: nn.Module) -> Iterator[Callable[[int], None]]:
             each.restore()
 
 
-def _generators(model: nn.Module) -> Iterator[_Generator]:
+def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:
+    """The attributes of all modules, and what is ``given``."""
+    yield from given
+    for module in model.modules():
+        yield from vars(module).values()
+
+
+def _generators(model: nn.Module, given: Sequence[Any]) -> Iterator[_Generator]:
     numpy: Any = sys.modules.get("numpy")
     yield _Generator(partial(random.setstate, random.getstate()), random.seed)
     if numpy:
         state = numpy.random.get_state()
         yield _Generator(partial(numpy.random.set_state, state), numpy.random.seed)
-    for held in chain.from_iterable(vars(module).values() for module in model.modules()):
+    for held in held_by(model, given):
         if isinstance(held, torch.Generator):
             yield _Generator(partial(held.set_state, held.get_state()), held.manual_seed)
         elif isinstance(held, random.Random):

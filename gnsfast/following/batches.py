@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
@@ -108,6 +109,7 @@ class Batches:
             hook.remove()
         self._hooks.clear()
         self._part_hooks.clear()
+        self._structure.given = []
         self._caller = self._on_learned = no_method
         self._batch = None
 
@@ -129,6 +131,7 @@ class Batches:
         structure, documents = self._structure, self._passes.asked.documents
         self._enter_with(structure.leaves, self._caller())
         self._run, self._batch = run, (args, kwargs)
+        structure.given = _no_tensors(args, kwargs)
         given = tensors_of((args, kwargs))
         self._refuse_shapes(given)
         if documents is None:
@@ -285,6 +288,7 @@ class Batches:
         if not leaves:
             self._looked.update(module.modules())
             return
+        self._structure.given = _no_tensors(args, kwargs)
         begun = time.perf_counter()
         examples = self._examples(args, kwargs, samples)
         batch = next((e for e in examples if documents is None and e.n == samples), None)
@@ -572,6 +576,10 @@ def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
         if t.ndim > 2 and t.shape[:2] == (samples, samples):
             return SQUARE
     return ""
+
+
+def _no_tensors(args: Any, kwargs: Any) -> list[Any]:
+    return [value for value in pytree.tree_leaves((args, kwargs)) if not isinstance(value, Tensor)]
 
 
 def _detached(t: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
-from gnsfast.following.functions import chance_of
 from gnsfast.following.layouts import SHARED, Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
@@ -131,12 +130,12 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
     _, run, leaves, batch, example, learned = trial
     B, own = batch.n, batch.replaced(-1)
     passes.begin(Asked(B), leaves)
-    before = chance_of(structure.parameters())
+    before = structure.chance()
     with structure.as_it_was():
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
         for leaf in leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
-        drew = structure.on_any(chance_of(structure.parameters()) != before)
+        drew = structure.on_any(structure.chance() != before)
         if drew and how == LOSS:
             return Proof(DRAWS)
         few = B - 1 if how == APART else example.n

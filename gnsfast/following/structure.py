@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
+from gnsfast.following.functions import chance_of
 from gnsfast.following.leaf import Leaf, Running
 from gnsfast.following.options import EXCLUDED, excluded_names
-from gnsfast.kept import kept_chance, kept_state
+from gnsfast.kept import held_by, kept_chance, kept_state
 from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
 
 
@@ -24,6 +25,7 @@ class Structure:
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
     ``running`` are the modules that run. ``is_bare``: the model runs without being followed.
+    ``given`` are the arguments of the batch that are no tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,6 +57,7 @@ class Structure:
         self.units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
+        self.given: list[Any] = []
 
     @property
     def model(self) -> nn.Module:
@@ -114,6 +117,12 @@ class Structure:
         """The tensors that the model calculates with."""
         return [leaf.current for leaf in self.leaves]
 
+    def chance(self) -> list[Any]:
+        """What changes when the model draws random numbers."""
+        held = held_by(self.model, self.given)
+        own = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
+        return [*chance_of(self.parameters()), *own]
+
     @contextmanager
     def bare(self) -> Iterator[None]:
         """Do not follow the parameters of an open block meanwhile."""
@@ -135,7 +144,8 @@ class Structure:
             p._backward_hooks = None
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
-            with kept_state(self.model), kept_chance(self.model), torch.enable_grad():
+            chance = kept_chance(self.model, self.given)
+            with kept_state(self.model), chance, torch.enable_grad():
                 yield
         finally:
             parametrize._cache = cached

@@ -879,3 +879,26 @@ def test_a_list_that_sorts_samples_along_another_dimension() -> None:
     model, x = Own(by_list_of_columns, a=linear(), w=torch.randn(D, D)), torch.randn(4, 6, D)
     right_or_named(model, (x, torch.full((4,), 6)), 4)
     right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_noise_of_a_generator_of_its_own(held: bool) -> None:
+    """A generator that is an argument, or an attribute, is what one pass leaves."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        noise = torch.randn(x[0].shape, generator=x[1] or m.generator)
+        y: Tensor = m.a(x[0] + noise)
+        return y
+
+    own = torch.Generator()
+    model, plain = (Own(run, a=linear(), generator=own if held else None) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 6, D), None if held else own
+    own.manual_seed(1)
+    real, after = plain(x), own.get_state()
+    own.manual_seed(1)
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        y = model(x)
+        per_sample(y).sum().backward()
+    torch.testing.assert_close(y, real)
+    assert torch.equal(own.get_state(), after) and len(norms) == 2
