@@ -28,7 +28,7 @@ from gnsfast.following.passes import Asked, Passes, no_method
 from gnsfast.following.proof import Proof, Trial, prove, refuse_mixed_documents
 from gnsfast.following.structure import Structure, own_of
 from gnsfast.kept import kept_modes
-from gnsfast.parallel import shared
+from gnsfast.parallel import collectives, shared
 from gnsfast.tensors import tensors_of
 
 
@@ -48,6 +48,7 @@ class Batches:
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
         self._ordered: list[Leaf] = []
+        self._is_joint = False  # its forward pass needs the other processes
         self._few, self._again, self._late = FEW, 0, AGAIN
         self._proven_sizes: set[Any] = set()
         self._wrong_later: dict[str, str] = {}
@@ -152,7 +153,7 @@ class Batches:
         gradient, later if one has got its first gradient, and if the batch has another size, or the
         model another mode.
         """
-        if self._learned is None or self._groups or not self._is_several:
+        if self._learned is None or self._groups or self._is_joint or not self._is_several:
             return
         size = self._size(self._now_sizes)
         others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
@@ -214,7 +215,7 @@ class Batches:
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         alone = self._passes.asked.documents is not None or not self._is_several
-        if self._batch is None or self._groups or alone:
+        if self._batch is None or self._groups or self._is_joint or alone:
             return
         if module in self._holders_of_unseen():
             self._learn_again()
@@ -406,7 +407,7 @@ class Batches:
         """
         structure, passes, run = self._structure, self._passes, self._called(module)
         learned: Learned | None = None
-        error = ""
+        error, begun = "", collectives()
         with self._looking(leaves):
             for tried in examples:
                 passes.begin(Asked(tried.n), leaves)
@@ -420,6 +421,7 @@ class Batches:
                 example = tried
                 if not learned.unclear:
                     break
+            self._is_joint |= collectives() != begun
             if learned is None:
                 what = "does not take some of the samples of its batch"
                 return Proof(f"the model {what} ({error})")

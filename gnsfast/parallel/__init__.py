@@ -5,6 +5,7 @@ from gnsfast.parallel.first import first, is_first, mean, meet, process_count
 from gnsfast.parallel.pipeline import PipelinePasses
 from gnsfast.parallel.processes import (
     Processes,
+    collectives,
     find_processes,
     fsdp_degrees,
     gathered,
@@ -22,6 +23,7 @@ from gnsfast.parallel.split_samples import (
 __all__ = [
     "PipelinePasses",
     "Processes",
+    "collectives",
     "find_processes",
     "first",
     "fsdp_degrees",

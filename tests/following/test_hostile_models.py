@@ -14,8 +14,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import assert_norms
+from processes import spawn
 from torch import Tensor, nn
 
 import gnsfast
@@ -902,3 +904,32 @@ def test_noise_of_a_generator_of_its_own(held: bool) -> None:
         per_sample(y).sum().backward()
     torch.testing.assert_close(y, real)
     assert torch.equal(own.get_state(), after) and len(norms) == 2
+
+
+class Meets(nn.Module):
+    """Its running mean is that of all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        mean = h.detach().mean((0, 1))
+        dist.all_reduce(mean)
+        self.mean.lerp_(mean, 0.1)
+        return h
+
+
+def of_other_lengths(rank: int) -> None:
+    model = Meets()
+    for T in (6, 6 + rank, 8):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            per_sample(model(torch.randn(4, T, D))).sum().backward()
+
+
+@pytest.mark.dist
+def test_a_model_that_needs_other_processes() -> None:
+    """No process proves it again by itself, since the others would be missing."""
+    spawn(of_other_lengths)
