@@ -255,8 +255,13 @@ def _note_penalties(losses: Any) -> None:
     for loss in (losses,) if isinstance(losses, Tensor) else losses:
         if (expression := expression_of(loss)) is not None:
             for leaf in expression.leaves:
-                leaf.fail("a loss is made of parameters alone, and belongs to no sample")
+                leaf.fail(OF_NO_SAMPLE)
 
+
+OF_NO_SAMPLE = (
+    "a loss is made of parameters, and perhaps of means over the batch, and belongs to no sample. "
+    "If it is the weight of a loss, multiply the loss of each sample by it, before the mean"
+)
 
 _GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 

@@ -933,3 +933,18 @@ def of_other_lengths(rank: int) -> None:
 def test_a_model_that_needs_other_processes() -> None:
     """No process proves it again by itself, since the others would be missing."""
     spawn(of_other_lengths)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_weight_of_the_loss(mean: bool) -> None:
+    """It is made before the model runs, and meets the losses of samples, or their mean."""
+    model, x = Own(lambda s, x: s.a(x), a=linear(), log=torch.tensor(0.3)), torch.randn(4, 6, D)
+    if not mean:
+        weighed = lambda m, x: torch.exp(-m.log) * per_sample(m(x)) + m.log  # noqa: E731
+        assert len(right_or_named(model, x, 4, weighed)) == 3
+        return
+    with (
+        pytest.raises(gnsfast.ObservationError, match="log: .* before the mean"),
+        gnsfast.per_sample_sqnorms(model, 4),
+    ):
+        (torch.exp(-model.log) * per_sample(model(x)).mean() + model.log).backward()
