@@ -258,6 +258,8 @@ def _reorders(
     k = int(name == "embedding")
     own = list(zip(arguments, marks))
     x, rest = own[k][0], own[:1] if k else own[1:]
+    if not isinstance(x, Tensor):  # named arguments in another order
+        return False
     chosen = [t for t, mark in rest if mark in (DATA, SORTED) and not t.is_floating_point()]
     if not chosen or chosen[0].dtype in MASKS:
         return False
