@@ -88,11 +88,11 @@ def test_without_a_run_of_its_own(tmp_path: Path, forks: LocalProcesses) -> None
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("work", [branch_runs.wait_forever, branch_runs.hold_forever])
+@pytest.mark.parametrize("work", [branch_runs.wait_forever, branch_runs.hold])
 def test_closing_ends_calls_at_work(
     work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that would never end, without waiting for them."""
+    """Also those that would never end, or that read no pipe, without waiting for them."""
     says = tmp_path / "pid"
     monkeypatch.setenv("WAITING", str(says))
     with LocalProcesses(1) as pool:
