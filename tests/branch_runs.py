@@ -114,7 +114,7 @@ def wait_forever() -> None:
 def hold() -> None:
     """For half a minute it lets no other thread of its process run."""
     Path(os.environ["WAITING"]).write_text(str(os.getpid()))
-    re.match("(a+)+$", "a" * 26 + "b")
+    re.match("(a+)+$", "a" * 27 + "b")
 
 
 class Stream:
