@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -108,6 +109,12 @@ class Waiting(ScriptedRun):
 
 def wait_forever() -> None:
     next(Waiting().train(10, batch_size=8, lr_factor=1.0))
+
+
+def hold() -> None:
+    """For half a minute it lets no other thread of its process run."""
+    Path(os.environ["WAITING"]).write_text(str(os.getpid()))
+    re.match("(a+)+$", "a" * 27 + "b")
 
 
 class Stream:

@@ -274,13 +274,10 @@ def headline(saved: Saved) -> str:
 
 def _change(decision: Any) -> tuple[int, int, int]:
     """Tokens, old and new batch size of a ``Decision`` or its record."""
-    if isinstance(decision, Mapping):
-        if decision.get("kind", "decision") != "decision":
-            raise ValueError(f"this record has kind {decision['kind']!r}, and is not a decision")
-        values = [decision.get(name) for name in ("tokens", "old", "new")]
-    else:
-        values = [getattr(decision, name, None) for name in ("tokens", "old", "new")]
-    tokens, old, new = values
+    record = decision if isinstance(decision, Mapping) else getattr(decision, "__dict__", {})
+    if (kind := record.get("kind", "decision")) != "decision":
+        raise ValueError(f"this record has kind {kind!r}, and is not a decision")
+    tokens, old, new = (record.get(name) for name in ("tokens", "old", "new"))
     if tokens is None or old is None or new is None:
         raise ValueError(f"a decision needs tokens, old and new, and this lacks one: {decision!r}")
     return (

@@ -161,7 +161,6 @@ class GNSMonitor(Measuring, Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self.gns is not None
         if self._block is not None:
             self._give_up()
         every = trainer.log_every_n_steps

@@ -68,15 +68,15 @@ class RuleSearch:
 
     def __init__(self) -> None:
         self._rules: list[Rule] | None = None
-        self._left, self._again = COMPARED, False
+        self._left = COMPARED
 
     @property
     def due(self) -> bool:
         """Whether the next micro-batch is compared, which waits for the device."""
-        return self._left > 0 or self._again
+        return self._left > 0
 
     def again(self) -> None:
-        self._again = True
+        self._left = max(1, self._left)
 
     def compare(
         self,
@@ -131,7 +131,7 @@ class RuleSearch:
                 "For a mean over labels that are not -100 pass loss='tokens', or loss='causal' if "
                 "the model shifts the labels"
             )
-        self._rules, self._again = left, False
+        self._rules = left
         self._left = 0 if settled and len(left) == 1 else max(0, self._left - 1)
         return left[0]
 

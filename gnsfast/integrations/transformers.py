@@ -128,21 +128,20 @@ class GNSCallback(Measuring, TrainerCallback):
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
-        self._saver: SavedMeasurements | None = None
+        self._saver: Any = None
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
         self._undo = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        caller, trainer = _calling_frame(), _calling_trainer()
+        caller = calling_frame()
+        trainer = caller["self"]
         self._attach(trainer)
-        assert self.gns is not None
-        load_measurements(self.gns, state, caller.get("resume_from_checkpoint"))
-        saver = SavedMeasurements(self.gns, trainer)
+        load_measurements(self._saver.gns, state, caller.get("resume_from_checkpoint"))
         state.stateful_callbacks[SavedMeasurements.__name__] = {}  # Trainer's save expects the key
-        trainer.add_callback(saver)
-        self._saver = saver
+        trainer.add_callback(self._saver)
+        self._undo.callback(trainer.remove_callback, self._saver)
 
     def _attach(self, trainer: Any) -> None:
         """Wrap the Trainer's methods, so that its steps are measured."""
@@ -151,7 +150,8 @@ class GNSCallback(Measuring, TrainerCallback):
         others, first = trainer.callback_handler.callbacks, trainer.is_world_process_zero()
         self._flags.check_run(identity(trainer), others, log=first)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
-        self._start(trainer.model, own, trainer.accelerator.scaler)
+        gns = self._start(trainer.model, own, trainer.accelerator.scaler)
+        self._saver = SavedMeasurements(gns, trainer)
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._trainer = trainer
@@ -180,9 +180,7 @@ class GNSCallback(Measuring, TrainerCallback):
     def _detach(self) -> None:
         """Leave the Trainer as it was before."""
         self._undo.close()
-        if self._saver is not None:
-            self._trainer.remove_callback(self._saver)
-        self._trainer, self._wrapped, self._pass, self._saver = None, {}, None, None
+        self._trainer, self._wrapped, self._pass = None, {}, None
 
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
@@ -195,7 +193,7 @@ class GNSCallback(Measuring, TrainerCallback):
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"
         this = self._pass = _Pass(n, unknown[:n], unknown[n], starts)
-        self._midway(True)
+        self._saver.midway = True
         told = dict(tokens=None if samples else this.counts_B, scale=this.scale)
         with self.gns.microbatch(n, cu_seqlens=starts, **told):
             try:
@@ -210,12 +208,8 @@ class GNSCallback(Measuring, TrainerCallback):
                 )
         if self._trainer.accelerator.sync_gradients:
             self.gns.update()
-            self._midway(False)
+            self._saver.midway = False
         return loss
-
-    def _midway(self, midway: bool) -> None:
-        if self._saver is not None:
-            self._saver.midway = midway
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         original, this, trainer = self._wrapped["compute_loss"], self._pass, self._trainer
@@ -268,7 +262,6 @@ class GNSCallback(Measuring, TrainerCallback):
         return int(self._trainer.accelerator.num_processes)
 
     def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        assert self.gns is not None
         trainer = self._trainer
         if "loss" in logs:  # Trainer's log of training steps, not that of an evaluation
             seen = None
@@ -294,7 +287,7 @@ class _Pass:
     weighed: bool = False
 
 
-def _calling_frame() -> dict[str, Any]:
+def calling_frame() -> dict[str, Any]:
     """The variables of the Trainer's method that is calling a callback."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -302,11 +295,6 @@ def _calling_frame() -> dict[str, Any]:
             return frame.f_locals
         frame = frame.f_back
     raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
-
-
-def _calling_trainer() -> Any:
-    """The Trainer whose method is calling a callback."""
-    return _calling_frame()["self"]
 
 
 def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:

@@ -11,7 +11,7 @@ from gnsfast.critical_batch.control import ChangingBatchSize, Decision
 from gnsfast.integrations.batch_sizes import check, check_callbacks, say, set_learning_rates, start
 from gnsfast.integrations.transformers import (
     GNSCallback,
-    _calling_trainer,
+    calling_frame,
     identity,
     refuse_undivided,
 )
@@ -86,7 +86,7 @@ class BatchSizeCallback(TrainerCallback):
         self._accumulation = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, loader = _calling_trainer(), kwargs["train_dataloader"]
+        trainer, loader = calling_frame()["self"], kwargs["train_dataloader"]
         if self._trainer is not None:
             raise ValueError(
                 "BatchSizeCallback: the last train() raised an error and left "

@@ -88,15 +88,19 @@ def test_without_a_run_of_its_own(tmp_path: Path, forks: LocalProcesses) -> None
 
 
 @pytest.mark.second
-def test_closing_ends_calls_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that would never end, without waiting for them."""
+@pytest.mark.parametrize("work", [branch_runs.wait_forever, branch_runs.hold])
+def test_closing_ends_calls_at_work(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that would never end, or that read no pipe, without waiting for them."""
     says = tmp_path / "pid"
     monkeypatch.setenv("WAITING", str(says))
     with LocalProcesses(1) as pool:
-        call = pool.submit(branch_runs.wait_forever)
-        waiting = pool.submit(branch_runs.wait_forever)
+        call, waiting = pool.submit(work), pool.submit(work)
         while not says.exists() or not says.read_text():
             time.sleep(0.02)
+        before = time.monotonic()
+    assert time.monotonic() - before < 5
     assert waiting.cancelled()
     with pytest.raises(BranchError, match="its process ended with exit code -15"):
         call.result(timeout=0)

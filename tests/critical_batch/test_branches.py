@@ -79,6 +79,7 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
     levels = {**LEVELS, 32: 2.0, 64: 2.5}
     at_least = measure(ScriptedRun(levels), tmp_path, delta_tokens=1920)
     assert at_least.lower == 32 and at_least.upper == math.inf and not at_least.resolved
+    assert "at least 32 samples (for an upper bound, measure a larger k too)" in str(at_least)
     run = ScriptedRun(levels)
     found = measure(run, tmp_path, k=(1, 2, 4, 8), delta_tokens=1920)
     assert (found.lower, found.upper) == (32, 64) and run.trained == [(64, math.sqrt(8))]
@@ -96,7 +97,7 @@ def test_learning_rates_and_average(tmp_path: Path) -> None:
 def test_at_most(tmp_path: Path) -> None:
     found = measure(ScriptedRun({4: 2.0, 8: 2.2, 16: 2.3, 32: 2.4}), tmp_path)
     assert (found.lower, found.upper) == (0, 8) and math.isnan(found.value)
-    assert "at most 8 samples" in str(found)
+    assert "at most 8 samples (for a lower bound, measure a smaller k too)" in str(found)
     record = found.record()
     assert record["value"] is None and record["lower"] == 0 and not record["resolved"]
 

@@ -100,7 +100,9 @@ def test_nanogpt(thresholds: list[tuple[int, int]]) -> None:
     assert scope["rates"] == pytest.approx(
         [3e-3 * decay(t / TOTAL) * math.sqrt(size / thresholds[0][1]) for t, size in steps]
     )
-    with pytest.raises(ValueError, match="must be a multiple of 12, the samples of one forward"):
+    with pytest.raises(
+        ValueError, match="a multiple of the samples of one forward pass, which is 12"
+    ):
         exports.nanogpt_lines(schedule_of(thresholds), micro_batch=6, processes=2)
 
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from branch_runs import MeasuredRun, ScriptedRun
 
+import gnsfast
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
     Branch,
@@ -18,6 +20,7 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
     pooled_factor,
 )
+from gnsfast.critical_batch.branches.measurement import noise_scale_records
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import DualNormEstimate, ModuleNoiseScale
 
@@ -237,3 +240,9 @@ def test_table() -> None:
 
 
 NO = "does not match"
+
+
+def test_a_noise_scale_without_an_estimate_is_not_measured() -> None:
+    """Its numbers are NaN, which JSON would hold as null, and null is infinity there."""
+    nothing = gnsfast.GradientNoiseScale(torch.nn.Linear(5, 2)).compute()
+    assert set(noise_scale_records(nothing).values()) == {None}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import gnsfast
 from gnsfast.integrations import measuring
-from gnsfast.integrations.lightning import GNSMonitor
+from gnsfast.integrations.lightning import GNSMonitor, is_measured
 from gnsfast.integrations.trackers import JSONLTracker
 
 I, N, UPDATES = 6, 8, 10
@@ -339,3 +339,16 @@ def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     for trainings in (1, 2):
         fit(monitor, tmp_path, Tiny())
         assert len(seen) == trainings and len(seen[-1][0]) == N
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("SingleDeviceStrategy", True), ("DDPStrategy", True), ("FSDPStrategy", False)],
+)
+def test_strategies(name: str, measured: bool) -> None:
+    """Also those that are made of a known one, and not those that accumulate by themselves."""
+    kind = getattr(pl.strategies, name)
+    own = type("Own", (kind,), {})
+    assert is_measured(object.__new__(kind)) == is_measured(object.__new__(own)) == measured
+    accumulates = type("Accumulates", (kind,), {"handles_gradient_accumulation": True})
+    assert not is_measured(object.__new__(accumulates))

@@ -398,3 +398,29 @@ def test_two_processes(tmp_path: Path) -> None:
     spawn(two_processes, 2, (str(tmp_path), data), method="fork")
     truth = by_hand(tiny_gpt(), data, causal=True, divided="items", accumulated=4)
     check(torch.load(tmp_path / "logs.pt"), truth)
+
+
+class Stops(Plain):
+    """In the first micro-batch of its second update."""
+
+    passes = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.passes += 1
+        if self.passes == 4:
+            raise RuntimeError("stopped")
+        return super().forward(input_ids, labels)
+
+
+def test_half_an_update_is_not_saved(tmp_path: Path) -> None:
+    """A checkpoint that is saved after an error says that it holds no measurements."""
+    callback, data = GNSCallback(), samples(2 * STEPS * N)
+    trainer = trainer_of(Stops(), data, tmp_path, callback)
+    own = [*trainer.callback_handler.callbacks]
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.train()
+    [saver] = [c for c in trainer.callback_handler.callbacks if c not in own]
+    assert saver.state() == {}
+    trainer.model.passes = STEPS
+    trainer.train()
+    assert trainer.callback_handler.callbacks == own

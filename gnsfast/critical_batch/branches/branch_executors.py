@@ -97,7 +97,8 @@ class LocalProcesses(ThreadPoolExecutor):
         process = self._context.Process(target=_work, args=work)
         process.start()
         sender.close()
-        connection.wait([receiver, process.sentinel])
+        if self._ours in connection.wait([receiver, process.sentinel, self._ours]):
+            process.terminate()  # it may not have come to reading the pipe
         said = None
         with suppress(EOFError):  # it died
             said = receiver.recv() if receiver.poll() else None

@@ -102,7 +102,8 @@ def train_branch(run: BranchRun, folder: BranchFolder, plan: Plan, branch: Branc
     training = run.train(left, batch_size=batch_size, lr_factor=lr_factor)
     with folder.steps(k, *steps) as file, ExitStack() as stack:
         stack.callback(getattr(training, "close", lambda: None))
-        for tokens, loss in training:
+        for trained in training:
+            tokens, loss = trained.tokens, trained.loss
             full, full_before = tokens == per_step, full
             short = full_before and 0 < tokens < per_step
             if not (full or short) or done >= plan.delta_tokens:
@@ -132,11 +133,11 @@ def train_branch(run: BranchRun, folder: BranchFolder, plan: Plan, branch: Branc
             )
         own = plan.loss == "train"
         loss = smoothed(losses, plan.alpha) if own else cast(Any, run).evaluate()
-    trained = replace(branch, steps=len(steps), tokens=done, loss=math.inf, state="diverged")
+    ended = replace(branch, steps=len(steps), tokens=done, loss=math.inf, state="diverged")
     if math.isfinite(loss):
         noise = smoothed_std(losses, plan.alpha) if own else math.nan
-        trained = replace(trained, loss=loss, loss_std=noise, state="finished")
-    return first(lambda: folder.finish(trained, steps))
+        ended = replace(ended, loss=loss, loss_std=noise, state="finished")
+    return first(lambda: folder.finish(ended, steps))
 
 
 def train_job(

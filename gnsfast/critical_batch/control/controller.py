@@ -26,6 +26,11 @@ from gnsfast.noise_scale import (
     verdict_on,
 )
 
+PHASES = ("calibrate", "warm up", "monitor")
+
+CHECKS = 400
+"""The default number of checks in a run: three in a row are 0.75 % of its tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings(Settings):
@@ -152,13 +157,8 @@ def evidence(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
     )
 
 
-PHASES = ("calibrate", "warm up", "monitor")
-
 NAMES = {each.name for each in fields(ControllerSettings)}
 """The arguments that are settings by the same names."""
-
-CHECKS = 400
-"""The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 
 class BatchSizeController(ChangingBatchSize):
