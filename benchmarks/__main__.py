@@ -4,7 +4,8 @@ record it; ``batch-size``: runs of a growing batch beside fixed ones, and critic
 branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
 ``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
 those of noise scales hold the truth; ``present``: whether they do at the weights of a training run;
-``updates``: what whole updates of small models cost.
+``updates``: what whole updates of small models cost; ``broken-samples``: whether samples with large
+gradients are the broken ones.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
 from benchmarks.model import tables as model
-from benchmarks.studies import batch_size, geometry, intervals, present
+from benchmarks.studies import batch_size, broken_samples, geometry, intervals, present
 
 
 class Study:
@@ -45,6 +46,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "geometry": (geometry, "which noise scale follows it"),
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
+    "broken-samples": (Study(broken_samples), "are the largest gradients theirs; a minute"),
     "updates": (updates, "of small models; two minutes"),
     "families": (sweep, "what of transformers is right"),
     "model": (model, "what norms cost on a GPU, counted"),

@@ -4,7 +4,7 @@
 from gnsfast import functional
 from gnsfast.configure import configure, convert
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale, TwoBatchNoiseScale
+from gnsfast.estimator import GradientNoiseScale, LargestSample, TwoBatchNoiseScale
 from gnsfast.following import Coverage, CoverageRow, coverage
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
@@ -66,6 +66,7 @@ __all__ = [
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
+    "LargestSample",
     "LayerNorm",
     "Linear",
     "ModuleNoiseScale",

@@ -5,6 +5,13 @@ probes ``TwoBatchNoiseScale``.
 
 from gnsfast.estimator.estimator import GradientNoiseScale
 from gnsfast.estimator.fitting import fitting_metrics, optimizer_for
+from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.two_batches import TwoBatchNoiseScale
 
-__all__ = ["GradientNoiseScale", "TwoBatchNoiseScale", "fitting_metrics", "optimizer_for"]
+__all__ = [
+    "GradientNoiseScale",
+    "LargestSample",
+    "TwoBatchNoiseScale",
+    "fitting_metrics",
+    "optimizer_for",
+]

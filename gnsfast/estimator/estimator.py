@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.attachment import Attachment
+from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
@@ -61,6 +62,9 @@ class GradientNoiseScale:
             (``DualNoiseScale``).
         groups: names of groups of samples, such as data domains. Each gets a noise scale of its own
             in ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
+        keep_largest: how many samples with the largest gradients to keep of each update, for
+            ``largest()``. ``microbatch(ids=...)`` names them. States that are saved do not hold
+            them.
 
     Each process must have whole samples, and processes average their gradients, as DDP and FSDP2
     do. All must call ``update()``, which sums one small vector over them. Tensor parallel layers
@@ -100,6 +104,7 @@ class GradientNoiseScale:
         optimizer: Any = None,
         noise_from: str = "samples",
         groups: Sequence[str] = (),
+        keep_largest: int = 0,
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
@@ -112,6 +117,7 @@ class GradientNoiseScale:
             **measured(metric, optimizer, noise_from),
             groups=ordered_names(groups),
             window=window,
+            keep_largest=keep_largest,
         )
         self._attached: int | None = None
         self._attachment: Attachment | None = None
@@ -159,6 +165,7 @@ class GradientNoiseScale:
         cu_seqlens: Tensor | None = None,
         groups: Sequence[Any] | Tensor | None = None,
         schedule: Any = None,
+        ids: Sequence[Any] | Tensor | None = None,
     ) -> Iterator[None]:
         """Measure the one forward and one backward pass inside the block.
 
@@ -180,6 +187,7 @@ class GradientNoiseScale:
             groups: the name of each sample's group.
             schedule: the ``torch.distributed.pipelining`` schedule whose ``step`` runs once in the
                 block. It divides ``num_samples`` into its own micro-batches.
+            ids: a name for each sample, such as its number in the data set, for ``largest()``.
 
         Raises:
             ValueError: for counts that are zero or negative, a single sample with ``"local"``, or
@@ -189,7 +197,7 @@ class GradientNoiseScale:
         """
         num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
-        self._settings.check_block(tokens, cu_seqlens, groups, schedule)
+        self._settings.check_block(tokens, cu_seqlens, groups, schedule, ids)
         if self._inside or self._attached is not None:
             raise ObservationError(
                 "A micro-batch is already open, by another gns.microbatch block or by "
@@ -202,7 +210,7 @@ class GradientNoiseScale:
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed, passes = pipeline.num_samples, pipeline.passes
-        observer = self._open(passed, cu_seqlens, groups, passes)
+        observer = self._open(passed, cu_seqlens=cu_seqlens, groups=groups, passes=passes, ids=ids)
         self._inside = True
         try:
             steps: AbstractContextManager[None] = nullcontext()
@@ -220,14 +228,14 @@ class GradientNoiseScale:
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(self, num_samples: int, *details: Any) -> Observer:
+    def _open(self, num_samples: int, **details: Any) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' needs two samples in each micro-batch, because it measures each "
                 "one by itself. With one sample in a micro-batch use source='global'."
             )
         observer = self._start()
-        observer.open(num_samples, *details)
+        observer.open(num_samples, update=self._seen, **details)
         return observer
 
     @property
@@ -375,6 +383,32 @@ class GradientNoiseScale:
         sides = [*observer.sides.values()]
         for side, own in zip(sides, window.sides.split([side.width for side in sides], 1)):
             found = side.added(found, own, window, self.decay)
+        return found
+
+    def largest(self, k: int | None = None) -> list[LargestSample]:
+        """The ``k`` samples with the largest share of their update's gradient, over the window; all
+        that are kept without ``k``. It waits for the device. With several processes it is a
+        collective.
+
+        A large gradient finds broken data, wrong labels and odd lengths, and also samples that are
+        hard. Samples whose gradient is no number come first.
+
+        Raises:
+            ValueError: without ``GradientNoiseScale(keep_largest=...)``.
+
+        >>> gns = gnsfast.GradientNoiseScale(torch.nn.Linear(2, 1), keep_largest=4)
+        >>> x = torch.ones(8, 2)
+        >>> x[3] *= 100
+        >>> with gns.microbatch(8, ids=[f"file {k}" for k in range(8)]):
+        ...     gns.model(x).square().mean().backward()
+        >>> gns.update()
+        >>> gns.largest(1)[0].id
+        'file 3'
+        """
+        if not self._settings.keep_largest:
+            raise ValueError("largest() needs GradientNoiseScale(model, keep_largest=16)")
+        side: Any = self._start().sides["largest"]
+        found: list[LargestSample] = side.largest(k)
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
+from gnsfast.estimator.largest import Largest
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
@@ -45,7 +46,7 @@ from gnsfast.probing import (
 )
 from gnsfast.tensors import is_dtensor
 
-SIDES: tuple[type[Side], ...] = (AdamMetric, DualNorms, GroupMeasure)
+SIDES: tuple[type[Side], ...] = (AdamMetric, DualNorms, GroupMeasure, Largest)
 """What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
@@ -197,6 +198,8 @@ class Observer:
         cu_seqlens: Tensor | None = None,
         groups: Any = None,
         passes: int | None = None,
+        ids: Any = None,
+        update: int = 0,
     ) -> None:
         """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
@@ -229,7 +232,7 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        block = Block(len(self._passes), num_samples, groups)
+        block = Block(len(self._passes), num_samples, groups, ids, update)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, passes)

@@ -37,11 +37,14 @@ class Settings:
     matrices: frozenset[nn.Parameter] | None = None  # the only ones in the spectral norm
     window: int = 64
     noise_from: str = "samples"  # whose spread is the noise in dual norms
+    keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
+        if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
+            raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
         if self.micro_batches and not self.dual:
             raise ValueError(
                 "noise_from='micro_batches' needs metric='sign' or metric='spectral'. For the "
@@ -71,8 +74,17 @@ class Settings:
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
 
-    def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
+    def check_block(
+        self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any, ids: Any
+    ) -> None:
         """Raise if the arguments of a micro-batch do not go together."""
+        if ids is not None and not self.keep_largest:
+            raise ValueError(
+                "ids name the samples that GradientNoiseScale(keep_largest=16) keeps, and this one "
+                "keeps none"
+            )
+        if schedule is not None and self.keep_largest:
+            raise ValueError("keep_largest does not work with a schedule, which splits samples")
         if schedule is not None and self.local:
             raise ValueError("source='local' does not work with a schedule: use source='global'")
         if cu_seqlens is not None or schedule is not None:

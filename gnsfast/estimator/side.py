@@ -30,13 +30,15 @@ class Setup(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A pass that begins: how many of its update came before it, its samples, and the user's
-    ``groups`` of them.
+    """A pass that begins: how many of its update came before it, its samples, the user's
+    ``groups`` and ``ids`` of them, and the number of the update.
     """
 
     before: int
     num_samples: int
     groups: Any
+    ids: Any
+    update: int
 
 
 class Side:

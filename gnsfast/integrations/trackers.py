@@ -78,6 +78,7 @@ def metrics(
         "gns/skipped": result.skipped,
         "gns/drift": result.drift,
         "gns/covered": result.covered,
+        "gns/largest": result.largest,
         "batch/size": result.samples / result.updates if result.updates else None,
         "tokens": tokens,
         "batch/tokens": batch_tokens,

@@ -226,6 +226,8 @@ class NoiseScale(ModuleNoiseScale):
         noise_from: ``"micro_batches"`` where mean gradients of micro-batches show the noise, not
             single samples (``TwoBatchNoiseScale``).
         passes: how many such gradients, over all updates and processes.
+        largest: the largest share that a sample has in the sum of squared norms of the newest
+            update, where the estimator keeps the largest.
     """
 
     drift: bool
@@ -242,6 +244,7 @@ class NoiseScale(ModuleNoiseScale):
     present: Estimate = NO_ESTIMATE
     noise_from: str = "samples"
     passes: int = 0
+    largest: float = math.nan
 
     @property
     def excess(self) -> tuple[float, float]:

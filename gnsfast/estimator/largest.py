@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the samples with the largest gradients: who makes the spikes."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnsfast.estimator.exchange import Window
+from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.following import Facts
+from gnsfast.noise_scale import NoiseScale
+from gnsfast.parallel import gathered
+
+LAYERS = 3
+"""In so many parameters a sample is said to stand out."""
+
+
+class LargestSample(NamedTuple):
+    """A sample with a large gradient.
+
+    ``id`` is what ``microbatch(ids=...)`` named it, else (update, process, micro-batch, place), all
+    from 0. ``update`` is the number of its update. ``sqnorm`` is the squared norm of its share of
+    the gradient, ``share`` its part in the sum of these over the update, ``times_median`` how many
+    times as large it is as the median of its update on its process. ``parameters`` are those in
+    which it exceeds the median sample of its micro-batch by most.
+    """
+
+    id: Any
+    update: int
+    sqnorm: float
+    share: float
+    times_median: float
+    parameters: tuple[str, ...]
+
+
+class Candidates(NamedTuple):
+    """What a pass left: the squared norm of each sample, and of the K largest their places and the
+    norms of each parameter, beside the medians of all.
+    """
+
+    ids: Any
+    sqnorm_B: Tensor
+    place_K: Tensor
+    rows_KP: Tensor
+    median_P: Tensor
+
+
+class Record(NamedTuple):
+    """The largest samples of an update, with their micro-batches and places there."""
+
+    update: int
+    total: Tensor
+    median: Tensor
+    sqnorm_K: Tensor
+    pass_K: Tensor
+    place_K: Tensor
+    excess_KP: Tensor
+    ids: list[Any]
+
+
+class Largest(Side):
+    """The largest samples of the newest updates. They stay on the device until somebody asks."""
+
+    name = "largest"
+
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        return settings.keep_largest > 0
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        settings, processes = setup.settings, setup.processes
+        if settings.stages is not None or processes.tensor > 1:
+            raise ValueError(
+                "keep_largest needs all norms of a sample on one process, and with pipeline stages "
+                "or tensor parallelism each has a part. Leave keep_largest out."
+            )
+        self._world = processes.world
+        self._rank = dist.get_rank(settings.group) if self._world > 1 else 0
+        self.width = self._world + 1  # the largest of each process, and the sum of all
+        self._records: deque[Record] = deque(maxlen=settings.window)
+        self._block = Block(0, 0, None, None, 0)
+
+    def open(self, block: Block) -> Mapping[str, Facts]:
+        """Raises ValueError if there are not as many ids as samples."""
+        if block.ids is not None and len(block.ids) != block.num_samples:
+            raise ValueError(
+                f"ids has length {len(block.ids)}, but num_samples is {block.num_samples}"
+            )
+        self._block = block
+        return {}
+
+    def passed(self) -> Candidates:
+        slab, block = self.setup.slab, self._block
+        B, device = block.num_samples, self.setup.device
+        rows = [slab.rows_of(leaf)[:1, :B].to(device) for leaf in slab.leaves]
+        rows_PB = torch.cat(rows) if rows else torch.zeros(0, B, device=device)
+        sqnorm_B = rows_PB.sum(0, dtype=torch.float64)
+        place_K = sqnorm_B.topk(min(self.setup.settings.keep_largest, B)).indices
+        median_P = rows_PB.median(1).values
+        ids = block.ids.detach().clone() if isinstance(block.ids, Tensor) else block.ids
+        return Candidates(ids, sqnorm_B, place_K, rows_PB[:, place_K].T, median_P)
+
+    def finish(
+        self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The largest squared norm of the update, and the sum."""
+        found: list[Candidates] = [each.left[self.name] for each in passes]
+        # Backward has multiplied each gradient by the factor of a gradient scaler.
+        factors = [1.0 if p.loss_scale is None else p.loss_scale.double() ** -2 for p in passes]
+        own = [c.sqnorm_B * f for c, f in zip(found, factors)]
+        all_N = torch.cat(own)
+        sqnorm_K = torch.cat([t[c.place_K] for t, c in zip(own, found)])
+        pass_K = torch.cat([torch.full_like(c.place_K, a) for a, c in enumerate(found)])
+        excess_KP = torch.cat([(c.rows_KP - c.median_P) * f for c, f in zip(found, factors)])
+        largest = sqnorm_K.topk(min(self.setup.settings.keep_largest, len(sqnorm_K)))
+        at = largest.indices
+        self._records.append(
+            Record(
+                update=self._block.update,
+                total=all_N.where(all_N.isfinite(), 0.0).sum(),
+                median=all_N.median(),
+                sqnorm_K=largest.values,
+                pass_K=pass_K[at],
+                place_K=torch.cat([c.place_K for c in found])[at],
+                excess_KP=excess_KP[at],
+                ids=[c.ids for c in found],
+            )
+        )
+        return largest.values[0], self._records[-1].total
+
+    def numbers(self, update: Update, device: torch.device) -> Tensor:
+        found = torch.zeros(self.width, dtype=torch.float64, device=device)
+        largest, total = update.left[self.name]
+        found[self._rank], found[-1] = largest.to(device), total.to(device)
+        return found
+
+    def added(
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
+    ) -> NoiseScale:
+        if not len(numbers):
+            return result
+        *largest, total = numbers[-1].tolist()
+        return replace(result, largest=max(largest) / total if total else math.nan)
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        self._records.clear()
+
+    def largest(self, k: int | None) -> list[LargestSample]:
+        """The k samples with the largest share of their update, among those of all processes."""
+        names = [leaf.name for leaf in self.setup.slab.leaves]
+        here = [
+            (record.update, record.total.item(), self._samples(record, names))
+            for record in self._records
+        ]
+        found = here if self._world == 1 else sum(gathered(here, self.setup.settings.group), [])
+        totals: dict[int, float] = {}
+        for update, total, _ in found:
+            totals[update] = totals.get(update, 0.0) + total
+        samples = [
+            each._replace(share=each.sqnorm / totals[each.update] if each.sqnorm else 0.0)
+            for _, _, own in found
+            for each in own
+        ]
+        return sorted(samples, key=_size, reverse=True)[:k]
+
+    def _samples(self, record: Record, names: list[str]) -> list[LargestSample]:
+        """The samples of a record, whose shares are not known yet."""
+        found, median = [], record.median.item()
+        columns = record.sqnorm_K, record.pass_K, record.place_K, record.excess_KP
+        for sqnorm, a, place, excess in zip(*(t.tolist() for t in columns)):
+            ids = record.ids[a]
+            own = (record.update, self._rank, a, place) if ids is None else ids[place]
+            most = torch.tensor(excess).topk(min(LAYERS, len(names))).indices.tolist()
+            found.append(
+                LargestSample(
+                    own.item() if isinstance(own, Tensor) else own,
+                    record.update,
+                    sqnorm,
+                    0.0,
+                    sqnorm / median if median else math.inf,
+                    tuple(names[p] for p in most if excess[p] > 0),
+                )
+            )
+        return found
+
+
+def _size(sample: LargestSample) -> float:
+    """Its share. What is no number comes first: it spoils the whole update."""
+    return sample.share if math.isfinite(sample.share) else math.inf

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples with the largest gradients, against a loop over single samples."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+B, D, KEPT = 6, 8, 4
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), x[:, :3].argmax(1))
+
+
+def norms_of(model: nn.Module, x: Tensor, share: float) -> dict[str, Tensor]:
+    """The squared norms [B] of each sample's share of the gradient, by parameter."""
+    loop = loop_sqnorms(model, mean_loss, x, len(x))
+    return {name: share**2 * own for name, own in loop.items()}
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_agrees_with_single_samples(scaled: bool) -> None:
+    """In two micro-batches an update, with and without the factor of a gradient scaler."""
+    model, names = model_of(), [f"sample {k}" for k in range(2 * B)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=KEPT, grad_scaler=scaler, window=2)
+    expected: list[tuple[float, str, int, float, float]] = []
+    for update in range(3):
+        model.zero_grad()
+        all_: list[float] = []
+        for a in range(2):
+            x = torch.randn(B, D)
+            x[update] *= 9
+            all_ += sum(norms_of(model, x, 0.5 / B).values()).tolist()  # type: ignore[union-attr]
+            with gns.microbatch(B, ids=names[a * B : (a + 1) * B], scale=0.5):
+                loss = 0.5 * mean_loss(model, x)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        gns.update()
+        median = sorted(all_)[(len(all_) - 1) // 2]
+        order = sorted(range(2 * B), key=lambda k: -all_[k])[:KEPT]
+        own = [(all_[k] / sum(all_), names[k], update, all_[k], all_[k] / median) for k in order]
+        expected = [*expected, *own][-2 * KEPT :]  # a window of two updates
+    found = gns.largest()
+    assert len(found) == 2 * KEPT and gns.largest(3) == found[:3]
+    for one, (share, name, update, sqnorm, times) in zip(found, sorted(expected, reverse=True)):
+        assert (one.id, one.update) == (name, update)
+        assert one.sqnorm == pytest.approx(sqnorm, rel=1e-5)
+        assert one.share == pytest.approx(share, rel=1e-5)
+        assert one.times_median == pytest.approx(times, rel=1e-5)
+    newest = max(share for share, _, update, *_ in expected if update == 2)
+    assert gns.compute().largest == pytest.approx(newest, rel=1e-5)
+
+
+def test_parameters_in_which_a_sample_stands_out() -> None:
+    model, x = model_of(), torch.randn(B, D)
+    x[2] *= 20
+    norms = norms_of(model, x, 1 / B)
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=1)
+    with gns.microbatch(B):
+        mean_loss(model, x).backward()
+    gns.update()
+    largest = int(sum(norms.values()).argmax())  # type: ignore[union-attr]
+    excess = {name: float(own[largest] - own.median()) for name, own in norms.items()}
+    [found] = gns.largest()
+    assert found.id == (0, 0, 0, largest)
+    assert found.parameters == tuple(sorted(excess, key=lambda n: -excess[n])[:3])
+
+
+@pytest.mark.parametrize("ids", [torch.arange(10, 10 + B), range(10, 10 + B)], ids=["tensor", ""])
+def test_ids_of_samples(ids: Any) -> None:
+    model, x = model_of(), torch.randn(B, D)
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=B)
+    with gns.microbatch(B, ids=ids):
+        mean_loss(model, x).backward()
+    gns.update()
+    assert sorted(one.id for one in gns.largest()) == [*range(10, 10 + B)]
+
+
+def test_a_sample_without_numbers_comes_first() -> None:
+    model, x = model_of(), torch.randn(B, D)
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=2)
+    for bad in (False, True):
+        x = torch.randn(B, D)
+        x[4] *= math.nan if bad else 1.0
+        with gns.microbatch(B):
+            mean_loss(model, x).backward()
+        gns.update()
+        model.zero_grad()
+    assert gns.largest(1)[0].id == (1, 0, 0, 4)
+
+
+def test_updates_that_are_not_measured_count() -> None:
+    model = model_of()
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=1, every=2)
+    for _ in range(4):
+        with gns.microbatch(B):
+            mean_loss(model, torch.randn(B, D)).backward()
+        gns.update()
+        model.zero_grad()
+    assert sorted(one.update for one in gns.largest()) == [0, 2]
+
+
+def test_refusals() -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match="keep_largest=16"):
+        gnsfast.GradientNoiseScale(model).largest()
+    with pytest.raises(ValueError, match="keeps none"):
+        with gnsfast.GradientNoiseScale(model).microbatch(B, ids=range(B)):
+            pass
+    with pytest.raises(ValueError, match="ids has length 2, but num_samples is 6"):
+        with gnsfast.GradientNoiseScale(model, keep_largest=1).microbatch(B, ids=[0, 1]):
+            pass
+    with pytest.raises(ValueError, match="keep_largest must be a number"):
+        gnsfast.GradientNoiseScale(model, keep_largest=-1)
