@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
@@ -157,10 +157,6 @@ def evidence(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
     )
 
 
-NAMES = {each.name for each in fields(ControllerSettings)}
-"""The arguments that are settings by the same names."""
-
-
 class BatchSizeController(ChangingBatchSize):
     """Grow the batch size when the noise scale times a factor shows that training can use it.
 
@@ -263,16 +259,30 @@ class BatchSizeController(ChangingBatchSize):
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in NAMES}
         batch_size = whole_number("batch_size", batch_size)
         total_tokens = whole_number("total_tokens", total_tokens)
         known = measured_factor(factor, metric)
         known.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
-        defaults = {"max_batch_size": batch_size, "check_every": max(1, total_tokens // CHECKS)}
-        given |= {name: own for name, own in defaults.items() if given[name] is None}
-        given["micro_batch"] = micro_batch_of(batch_size, data_parallel, micro_batch)
-        given |= {"batch_size": batch_size, "total_tokens": total_tokens, "factor": known}
-        super().__init__(settings := ControllerSettings(**given))
+        settings = ControllerSettings(
+            batch_size=batch_size,
+            factor=known,
+            tokens_per_sample=tokens_per_sample,
+            total_tokens=total_tokens,
+            max_batch_size=batch_size if max_batch_size is None else max_batch_size,
+            min_batch_size=min_batch_size,
+            calibrate=calibrate,
+            warm_up_until=warm_up_until,
+            growth=growth,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            patience=patience,
+            check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
+            over=over,
+            data_parallel=data_parallel,
+            micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
+        )
+        super().__init__(settings)
         self._evidence = Evidence()
         self._rows = dict.fromkeys(("grow", "shrink", "over", "recovered"), 0)
         self._limit, self._capped = settings.over, False
