@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import Made
 from oracle import assert_norms, loop_sqnorms, sample_of
 from torch import Tensor, nn
 
@@ -142,21 +143,15 @@ def assert_unbatched(layer: nn.Module, x: Tensor) -> None:
             layer(x)
 
 
-class Frames(nn.Module):
+def of_frames(layer: nn.Module) -> nn.Module:
     """A layer that gets the frames of all samples as one batch, as the images of videos."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x.flatten(0, 1))
-        return y.unflatten(0, x.shape[:2])
+    of = lambda m, x: m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    return Made(of, layer=layer)
 
 
 def assert_folded(layer: nn.Module, x: Tensor) -> None:
     """Three consecutive rows of ``x`` are one sample."""
-    model, B = Frames(plain(layer)), len(x) // 3
+    model, B = of_frames(plain(layer)), len(x) // 3
     x = x.unflatten(0, (B, 3))
     batch = x, torch.randn_like(model(x))
     assert_as_loop(model, batch, B)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -181,15 +182,6 @@ class Step(nn.Module):
         return y - y.mean(0)
 
 
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * x
-
-
 WEIGHTS = ("as_tensor", "as_tensor_too")
 FUNCTIONAL = (
     *("sliced", "overlapping", "tied_pieces", "shared_index", "rows_of_table", "in_place"),
@@ -219,7 +211,7 @@ KINDS = (
     lambda: nn.Linear(D, D, bias=False),
     lambda: nn.LayerNorm(D),
     lambda: nn.RMSNorm(D),
-    Gain,
+    lambda: Made(lambda m, x: m.gain * x, gain=torch.randn(D)),
     lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5)),
 )
 

@@ -61,17 +61,6 @@ class Universal(nn.Module):
         return y
 
 
-class Siamese(nn.Module):
-    """One tower for two inputs, which may differ in length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Linear(D, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 5))
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return F.cosine_similarity(self.tower(left).mean(1), self.tower(right).mean(1))
-
-
 class Chunked(nn.Module):
     """A head that is called for each chunk of the tokens; ``tied`` to the embedding."""
 

@@ -14,7 +14,8 @@ import experts
 import pytest
 import torch
 import torch.nn.functional as F
-from one_layer import Bags, Conv, D, Form, Gains, Scale, T, V
+from made import Made
+from one_layer import D, T, V, bags, conv, form, gains, scale
 from torch import Tensor, nn
 
 import gnsfast
@@ -58,13 +59,8 @@ class Tied(nn.Module):
         return row_losses(self.head, h, self.cross_entropy) if self.cross_entropy else self.head(h)
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(D, V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return row_losses(self.head, x, True)
+def head() -> nn.Module:
+    return Made(lambda m, x: row_losses(m.head, x, True), head=nn.Linear(D, V))
 
 
 def row_losses(head: Any, h: Tensor, cross_entropy: bool) -> Tensor:
@@ -93,15 +89,10 @@ class Attention(nn.Module):
         return self.attention(x, x, x, attn_mask=hidden.repeat_interleave(2, dim=0))[0]
 
 
-class Twice(nn.Module):
+def twice(model: nn.Module) -> nn.Module:
     """A model that is called twice."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x) + self.model(x.sin() if x.is_floating_point() else (x + 1) % V)
+    other = lambda x: x.sin() if x.is_floating_point() else (x + 1) % V
+    return Made(lambda m, x: m.model(x) + m.model(other(x)), model=model)
 
 
 def block(trained: str) -> nn.Module:
@@ -123,13 +114,13 @@ def ids() -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(D, 5)), floats),
     "embedding": (lambda: nn.Sequential(nn.Embedding(V, D)), ids),
-    "embedding_bag": (Bags, ids),
-    "bilinear": (Form, floats),
+    "embedding_bag": (bags, ids),
+    "bilinear": (form, floats),
     "layer_norm": (lambda: nn.Sequential(nn.LayerNorm(D)), floats),
     "rms_norm": (lambda: nn.Sequential(nn.RMSNorm(D)), floats),
     "channel_norm": (lambda: nn.Sequential(nn.GroupNorm(2, T)), floats),
-    "linear_cross_entropy": (Head, floats),
-    "conv": (Conv, floats),
+    "linear_cross_entropy": (head, floats),
+    "conv": (conv, floats),
     "in_projection": (lambda: Attention(frozen=False), floats),
     "out_projection": (lambda: Attention(frozen=True), floats),
     "experts": (
@@ -137,8 +128,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: floats(experts.H),
     ),
     "router": (lambda: block("router"), lambda: floats(experts.H)),
-    "replay": (lambda: nn.Sequential(Scale()), floats),
-    "copies": (Gains, floats),
+    "replay": (lambda: nn.Sequential(scale()), floats),
+    "copies": (gains, floats),
 }
 TIED_MODELS = {
     "linear": (Tied, ids),
@@ -170,7 +161,7 @@ def draw(route: str, features: tuple[str, ...]) -> Case:
     if REPEATED in features and isinstance(model, Tied):
         model.calls = 2
     elif REPEATED in features:
-        model = Twice(model)
+        model = twice(model)
     with torch.no_grad():
         r = torch.randn_like(model(x))
     return Case(model, x, r, {})

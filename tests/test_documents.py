@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from made import Made
 from oracle import assert_norms
 from tiny_models import SMALL, scattered
 from torch import Tensor, nn
@@ -117,19 +118,10 @@ def test_models(family: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 12), (12,)])
 def test_positions_that_rows_share(shape: tuple[int, ...]) -> None:
     """Two rows of documents share one index of positions, as GPT-2 makes it."""
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(16, D)
-            self.head = nn.Linear(D, V)
-
-        def forward(self, ids: Tensor, places: Tensor) -> Tensor:
-            x = self.tokens(ids) + self.places(places)
-            out: Tensor = self.head(torch.tanh(x))
-            return out
-
-    model, (ids, _, labels) = Shared(), (t.view(2, 12) for t in draw())
+    shared = lambda m, ids, places: m.head(torch.tanh(m.tokens(ids) + m.places(places)))
+    tables = dict(tokens=nn.Embedding(V, D), places=nn.Embedding(16, D))
+    model = Made(shared, **tables, head=nn.Linear(D, V))
+    ids, _, labels = (t.view(2, 12) for t in draw())
     starts = torch.tensor([0, 5, 12, 24])
     parts = [(0, 0, 5), (0, 5, 12), (1, 0, 12)]
     truth: dict[str, list[Tensor]] = {}

@@ -23,7 +23,6 @@ def option(
     read: Callable[[str, str], Any] | None = None,
     default: Any = None,
     *,
-    flag: bool = False,
     of: Callable[..., Any] = typer.Option,
     **more: Any,
 ) -> Any:
@@ -31,13 +30,11 @@ def option(
 
     Args:
         read: makes the field from the text and the name of the option, which errors name.
-        default: the text without the option, or ``REQUIRED``.
-        flag: it is given or not, and takes no text.
+        default: the text without the option, or ``REQUIRED``; False of a flag, which takes no text.
         of: ``typer.Argument`` for an argument.
         more: for Typer.
     """
-    own = {"read": read, "flag": flag, "of": of, "help": help}
-    default = False if flag else default
+    own = {"read": read, "of": of, "help": help}
     return field(default=default, kw_only=default is MISSING, metadata=own | more)
 
 
@@ -56,14 +53,13 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
     types, own = get_type_hints(options), []
     for each in fields(options):
         more = dict(each.metadata)
-        read, flag, of = (more.pop(key) for key in ("read", "flag", "of"))
+        read, of = more.pop("read"), more.pop("of")
         kind, name = types[each.name], "--" + each.name.replace("_", "-")
         if read is not None:
             kind = str if each.default is not None else str | None
             more["parser"] = _reader(read, name)
-        default = of(
-            ... if each.default is MISSING else each.default, *([name] if flag else []), **more
-        )
+        names = [name] if each.default is False else []  # or a flag would have a --no-
+        default = of(... if each.default is MISSING else each.default, *names, **more)
         own.append(inspect.Parameter(each.name, KEYWORD, default=default, annotation=kind))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

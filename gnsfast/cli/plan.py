@@ -55,7 +55,7 @@ class Options:
         "Critical batch sizes that you measured: a CSV file with the columns "
         "tokens,value,tokens_per_sample, a JSONL file, or a run folder."
     )
-    whole_runs: bool = option("Each value in --measured is that of a whole run.", flag=True)
+    whole_runs: bool = option("Each value in --measured is that of a whole run.", default=False)
     optimal_at: tuple[float, float] | None = option(
         "Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
     )
@@ -63,7 +63,7 @@ class Options:
         "Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
     )
     experts: bool = option(
-        "The model is a mixture of experts, and --params counts what one token uses.", flag=True
+        "The model is a mixture of experts, and --params counts what one token uses.", default=False
     )
 
 

@@ -29,23 +29,18 @@ class NothingYet(RecordsError):
     """Nothing was logged there yet, but a run may still begin."""
 
 
-class LogFile:
+class LogFile(Run):
     """One file: ``poll`` reads what was added since the last time."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(path=path)
         self.lines = JsonLines(path, lambda number, what: RecordsError(f"{path}:{number}: {what}"))
-        self._start()
-
-    def _start(self) -> None:
-        self.log, self._seen_layers, self._stride = Run(path=self.lines.path), 0, 1
+        self._seen_layers, self._stride = 0, 1
         self._newest: dict[str, float | None] = {}
 
     def poll(self) -> bool:
         """Read on; whether there was anything new."""
         before = self.lines.offset
-        if self.lines.shrank():
-            self._start()
-            before = 0
         for number, record in self.lines.read():
             try:
                 self._take(record)
@@ -62,32 +57,32 @@ class LogFile:
         if "kind" not in record:
             self._take_point(record)
             return
-        log, kind = self.log, record["kind"]
+        kind = record["kind"]
         if kind == "run":
-            log.header |= {k: v for k, v in record.items() if k not in ("kind", "format")}
-            log.state = "open"
+            self.header |= {k: v for k, v in record.items() if k not in ("kind", "format")}
+            self.state = "open"
         elif kind == "decision":
             tokens = _number(record, "tokens", least=0)
             _number(record, "old", least=1), _number(record, "new", least=1)
             same = [record.get(name) for name in DECIDED]
-            log.decisions = [
+            self.decisions = [
                 d
-                for d in log.decisions
+                for d in self.decisions
                 if d["tokens"] <= tokens and [d.get(name) for name in DECIDED] != same
             ]  # a restart repeats decisions
-            log.decisions.append(record)
+            self.decisions.append(record)
         elif kind == "critical batch":
             _number(record, "tokens", least=0), _number(record, "batch_size", least=1)
-            log.critical.append(record)
+            self.critical.append(record)
         elif kind == "check":
-            log.check = record
+            self.check = record
         elif kind == "interrupted":
-            log.state = kind
+            self.state = kind
         elif kind == "end":
-            log.state = "interrupted" if log.state == "interrupted" else "ended"
+            self.state = "interrupted" if self.state == "interrupted" else "ended"
         elif kind != "branch step":  # a measurement says how its branches ended
-            name = self.lines.path.name
-            log.notes[f"{name}: the report does not show lines of kind {kind!r}"] = None
+            name = self.path.name
+            self.notes[f"{name}: the report does not show lines of kind {kind!r}"] = None
 
     def _take_point(self, line: dict[str, Any]) -> None:
         if "step" not in line:
@@ -102,7 +97,7 @@ class LogFile:
         point = Point(int(step), values)
         if point.tokens is not None:
             _number(line, "tokens", least=0)
-        points = self.log.points
+        points = self.points
         if points and point.step < points[-1].step:
             self._forget(point)
         if points and points[-1].step == point.step:
@@ -114,34 +109,32 @@ class LogFile:
             self._keep(
                 LayerLine(point.step, point.tokens, {p: layers.get(VALUE + p) for p in paths})
             )
-        self.log.state = "open"
+        self.state = "open"
 
     def _keep(self, line: LayerLine) -> None:
         if self._seen_layers % self._stride == 0:
-            self.log.layers.append(line)
-            if len(self.log.layers) > LAYER_LINES:
-                self.log.layers = self.log.layers[::2]
+            self.layers.append(line)
+            if len(self.layers) > LAYER_LINES:
+                self.layers = self.layers[::2]
                 self._stride *= 2
         self._seen_layers += 1
 
-    def last_layers(self) -> dict[str, Interval]:
-        """By path, of the last line that has layers."""
+    def newest_layers(self) -> dict[str, Interval]:
+        """Those of the last line that has layers, for ``last_layers``."""
         newest = self._newest
         return {p: Interval.read(newest, *(name + p for name in LAYERS)) for p in _paths(newest)}
 
     def _forget(self, restart: Point) -> None:
         """A restart went back to an earlier step: its own lines replace those from there on."""
-        log = self.log
-        first = bisect.bisect_left([p.step for p in log.points], restart.step)
-        log.notes[
-            f"{self.lines.path.name}: steps {log.points[first].step:,} to "
-            f"{log.points[-1].step:,} were logged twice because of a restart; the report shows the "
-            "later lines"
+        first = bisect.bisect_left([p.step for p in self.points], restart.step)
+        self.notes[
+            f"{self.path.name}: steps {self.points[first].step:,} to {self.points[-1].step:,} were "
+            "logged twice because of a restart; the report shows the later lines"
         ] = None
-        del log.points[first:]
-        log.layers = [line for line in log.layers if line.step < restart.step]
+        del self.points[first:]
+        self.layers = [line for line in self.layers if line.step < restart.step]
         if restart.tokens is not None:
-            log.decisions = [d for d in log.decisions if d["tokens"] <= restart.tokens]
+            self.decisions = [d for d in self.decisions if d["tokens"] <= restart.tokens]
 
 
 class Reader:
@@ -158,7 +151,10 @@ class Reader:
         if not self.path.exists():
             raise RecordsError(f"{self.path}: no such file or folder")
         paths = [self.path] if self.path.is_file() else sorted(self.path.glob("*.jsonl"))
-        self.files = {p: self.files.get(p) or LogFile(p) for p in paths}
+        known = {
+            p: file for p, file in self.files.items() if p in paths and not file.lines.shrank()
+        }
+        self.files = {p: known.get(p) or LogFile(p) for p in paths}
         return any([file.poll() for file in self.files.values()])
 
     def run(self) -> Run:
@@ -170,10 +166,9 @@ class Reader:
         """
         if not self.files:
             raise NothingYet(f"{self.path}: this folder holds no .jsonl file")
-        logs = [file.log for file in self.files.values()]
-        run = Run(path=self.path)
-        for log, file in zip(logs, self.files.values()):
-            run.last_layers = file.last_layers() or run.last_layers
+        run, logs = Run(path=self.path), self.files.values()
+        for log in logs:
+            run.last_layers = log.newest_layers() or run.last_layers
             run.header |= log.header
             run.decisions += log.decisions
             run.critical += log.critical
@@ -199,7 +194,7 @@ class Reader:
             run.notes[note] = None
         return run
 
-    def _merged(self, logs: list[Run]) -> list[Point]:
+    def _merged(self, logs: list[LogFile]) -> list[Point]:
         """Points of all files by step."""
         if len(logs) == 1:
             return logs[0].points

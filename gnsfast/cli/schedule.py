@@ -53,7 +53,8 @@ class Options:
     )
     samples_per_epoch: int | None = option("Samples in an epoch, for lightning.", parse_count)
     round_to_epochs: bool = option(
-        "For lightning: move each change to the start of the next epoch, and list it.", flag=True
+        "For lightning: move each change to the start of the next epoch, and list it.",
+        default=False,
     )
     lr: str | None = option(
         "How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."

@@ -21,7 +21,7 @@ class Options:
     processes: int = option("Processes.", whole, "1")
     out: Path | None = option("Folder.")
     share: float = option("Share.", default=0.5, max=1.0)
-    often: bool = option("Often.", flag=True)
+    often: bool = option("Often.", default=False)
 
     def __post_init__(self) -> None:
         if self.often and self.out is None:

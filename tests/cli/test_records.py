@@ -99,8 +99,8 @@ def test_half_a_line_is_waited_for(tmp_path: Path) -> None:
         file.poll()
         path.write_bytes(whole)
         assert file.poll()
-        assert [p.step for p in file.log.points] == [1, 2]
-        assert list(file.log.notes) == ["a.jsonl: the report does not show lines of kind 'later é'"]
+        assert [p.step for p in file.points] == [1, 2]
+        assert list(file.notes) == ["a.jsonl: the report does not show lines of kind 'later é'"]
         assert not file.poll()
     with open(path, "a") as more:
         more.write("\nbroken\n")
@@ -152,11 +152,13 @@ def test_decisions_that_lag_behind_their_line_delete_nothing(tmp_path: Path) -> 
 
 def test_a_restart_without_decisions(tmp_path: Path) -> None:
     first, again = ({"gns/layer/0": v} for v in (1.0, 2.0))
-    lines = line(10), line(20, **first), line(30, **first), line(20, loss=9.0, **again)
+    late = decision(2500, 8, 16)
+    lines = line(10), line(20, **first), late, line(30, **first), line(20, loss=9.0, **again)
     [run] = read_runs([write(tmp_path / "a.jsonl", *lines)])
     assert [p.step for p in run.points] == [10, 20]
     assert run.points[1].values["loss"] == 9.0
     assert [(each.step, each.values) for each in run.layers] == [(20, {"0": 2.0})]
+    assert not run.decisions
 
 
 def test_numbers_of_one_step_are_put_together(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_batch_over_the_estimate(tmp_path: Path) -> None:
     assert "The batch is 2 times the estimated critical batch size" in text
     over = read_runs([tmp_path / "a.jsonl"])[0].summary()["over_critical_batch"]
     assert over[0] == {"steps": [2, 4], "tokens": [200.0, 400.0], "ratio": 3.0}
+    assert "The batch is" not in page(tmp_path, at(1, 11, 10))[0]
 
 
 def measurement(**values: Any) -> dict[str, Any]:

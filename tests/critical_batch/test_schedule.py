@@ -294,6 +294,7 @@ def test_command(tmp_path: Path) -> None:
     text = "0:1024 168B:2048 503B:4096"
     said = invoke(text, *run, "--export", "megatron", "--step-seconds", "1024:2 2048:3 4096:5")
     assert "43.1 % fewer" in said and "same FLOPs" in said
+    assert "68 hours instead of 87, 21.6 % less, by the step times that you gave" in said
     assert '--step-batch-size-schedule "0:1024 168B:2048 503B:4096"' in said
     assert "--train-samples 160646144" in said and "megatron-core 0.16.1 does not" in said
     assert "The older ramp cannot give these steps" in said

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied, Updates, adam, loop_norms, metric_of
+from made import Made
 from noise_cases import I, N, draw, learn, make
 from test_estimator import NoWaiting
 from torch import Tensor, nn
@@ -281,19 +282,10 @@ def test_checkpointed_activations() -> None:
     truth = expected(model, updates, metric_of(model, optimizer))
     first = model[:3]
     head, model[3] = model[3], nn.Identity()
-    again = nn.Sequential(Checkpointed(first), head)
+    checkpointed = lambda m, x: checkpoint(m.inner, x, use_reentrant=False)
+    again = nn.Sequential(Made(checkpointed, inner=first), head)
     gns = gnsfast.GradientNoiseScale(again, metric="adam", optimizer=optimizer)
     check(run(again, gns, updates), truth)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return y
 
 
 @pytest.mark.parametrize("source", ["global", "local"])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import KINDS, expected, noise_scale, sample_grads, upper_bound
+from made import Made
 from noise_cases import draw, make
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -141,17 +142,8 @@ def test_frozen_and_transposed_weights() -> None:
 def test_several_calls() -> None:
     """A layer that is called twice in a pass: a sample's gradient is the sum of both calls."""
     torch.manual_seed(0)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.out(torch.tanh(self.one(torch.tanh(self.one(x)))))
-            return y
-
-    model = Twice().double()
+    twice = lambda m, x: m.out(torch.tanh(m.one(torch.tanh(m.one(x)))))
+    model = Made(twice, one=nn.Linear(5, 5), out=nn.Linear(5, 3)).double()
     data = [
         (torch.randn(6, 3, 5).double(), (torch.rand(6, 3) < 0.2).long()) for _ in range(UPDATES)
     ]

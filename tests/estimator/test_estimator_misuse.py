@@ -2,11 +2,13 @@
 """Training scripts that do things in another order, and what ``GradientNoiseScale`` says."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import unseen
+from made import Made
 from noise_cases import I, N, draw, make, measured
 from torch import Tensor, nn
 
@@ -92,17 +94,11 @@ def test_audit_goes_on_after_an_overflow() -> None:
 
 
 def test_audit_of_a_layer_that_joins_later() -> None:
-    class Joining(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(I, I), nn.Linear(I, I)
+    def joining(m: Any, x: Tensor, both: bool) -> Tensor:
+        h = m.a(x)
+        return unseen.linear(m.b(h), m.b.weight) if both else h
 
-        def forward(self, x: Tensor, both: bool) -> Tensor:
-            h = self.a(x)
-            out: Tensor = unseen.linear(self.b(h), self.b.weight) if both else h
-            return out
-
-    model = Joining()
+    model = Made(joining, a=nn.Linear(I, I), b=nn.Linear(I, I))
     gns = gnsfast.GradientNoiseScale(model)
     with gns.microbatch(N):
         model(torch.randn(N, I), False).square().mean().backward()
@@ -298,16 +294,8 @@ def test_replaced_parameters() -> None:
 
 
 def test_unused_module_is_no_error() -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(I, 3), nn.Linear(I, 3)
-
-        def forward(self, x: Tensor, second: bool) -> Tensor:
-            out: Tensor = self.b(x) if second else self.a(x)
-            return out
-
-    model = Gate()
+    gate = lambda m, x, second: m.b(x) if second else m.a(x)
+    model = Made(gate, a=nn.Linear(I, 3), b=nn.Linear(I, 3))
     gns = gnsfast.GradientNoiseScale(model)
     for k in range(6):
         for second in (False, k % 2 == 0):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import expected, noise_scale, sample_grads, upper_bound
+from made import Made
 from noise_cases import every_draw
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -240,20 +241,14 @@ def test_one_unit() -> None:
 def test_a_gradient_in_parts() -> None:
     """A weight in two reentrant checkpoints, whose gradient is added up in ``.grad`` alone."""
 
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+    def parts(m: Any, x: Tensor) -> Tensor:
+        once = lambda t: torch.tanh(F.linear(t, m.one.weight))
+        for _ in range(2):
+            x = checkpoint(once, x, use_reentrant=True)
+        return m.out(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                x = checkpoint(
-                    lambda t: torch.tanh(F.linear(t, self.one.weight)), x, use_reentrant=True
-                )
-            y: Tensor = self.out(x)
-            return y
-
-    model = gnsfast.configure(Parts(), exclude=["one"])
+    made = Made(parts, one=nn.Linear(4, 4), out=nn.Linear(4, 3))
+    model = gnsfast.configure(made, exclude=["one"])
     gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
     with pytest.raises(gnsfast.ObservationError, match="one.weight got its gradient in several"):
         with gns.microbatch(B):

@@ -7,22 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from examples_of_models import B, D, T, assert_right, squares
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
 
 
-class Scalar(nn.Module):
+def scalar() -> nn.Module:
     """A bare parameter on the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gain = nn.Linear(D, D), nn.Parameter(torch.ones(1))
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        y: Tensor = self.gain * self.up(x_BD)
-        return y
+    return Made(lambda m, x: m.gain * m.up(x), up=nn.Linear(D, D), gain=torch.ones(1))
 
 
 class Vision(nn.Module):
@@ -52,7 +46,7 @@ class Streams(nn.Module):
         self.lambdas = nn.Parameter(torch.linspace(0.5, 1.5, 4))
         self.skips = nn.Parameter(torch.zeros(2))
         self.softcap = nn.Parameter(torch.tensor(3.0))
-        self.layers = nn.ModuleList([Mixed(), Mixed()])
+        self.layers = nn.ModuleList([mixed(), mixed()])
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,16 +60,11 @@ class Streams(nn.Module):
         return self.drop(torch.tanh(x / self.softcap) * self.softcap)
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(D, D)
-
-    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
-        return x + gain * self.up(x).relu()
+def mixed() -> nn.Module:
+    return Made(lambda m, x, gain: x + gain * m.up(x).relu(), up=nn.Linear(D, D))
 
 
-@pytest.mark.parametrize("make", [Scalar, Vision, Streams])
+@pytest.mark.parametrize("make", [scalar, Vision, Streams])
 def test_bare_parameters(make: Any) -> None:
     model, x = make().double().eval(), torch.randn(B, T, D, dtype=torch.float64)
     want = squares(model, x)
@@ -144,16 +133,8 @@ def test_windows(interleaved: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_beside_half_precision(dtype: torch.dtype) -> None:
     """torch gives the samples' dtype, and multiplies by the unrounded number."""
-
-    class Number(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.tensor(1.003))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.gain * x + (1 - self.gain) * x.exp()
-
-    model, x = Number(), torch.randn(B, T, D).to(dtype).requires_grad_()
+    of, gain = lambda m, x: m.gain * x + (1 - m.gain) * x.exp(), torch.tensor(1.003)
+    model, x = Made(of, gain=gain), torch.randn(B, T, D).to(dtype).requires_grad_()
     want = model(x)
     (dx,) = torch.autograd.grad(want.float().square().sum(), x)
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
@@ -199,18 +180,6 @@ def test_rows_that_are_not_the_samples(how: str) -> None:
     assert ("gain" in norms) == (how not in ("sorted", "reversed"))
 
 
-class Gives(nn.Module):
-    """A model that gives its loss, whose rows ``order`` moves before they meet a bare gain."""
-
-    def __init__(self, order: Any) -> None:
-        super().__init__()
-        self.up, self.gain, self.order = nn.Linear(D, D), nn.Parameter(torch.ones(D)), order
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y = self.order(self.up(x_BTD)) * self.gain
-        return (y * torch.linspace(0.5, 1.5, D)).square().sum()
-
-
 ORDERS: dict[str, Any] = {
     "as they are": lambda x: x,
     "sequence first": lambda x: x.transpose(0, 1).reshape(-1, D),
@@ -220,7 +189,10 @@ ORDERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_model_that_gives_its_loss(order: str) -> None:
-    model, x = Gives(ORDERS[order]), torch.randn(B, T, D)
+    """Whose rows ``order`` moves before they meet a bare gain."""
+    scaled = lambda m, x_BTD: ORDERS[order](m.up(x_BTD)) * m.gain * torch.linspace(0.5, 1.5, D)
+    gives = lambda m, x_BTD: scaled(m, x_BTD).square().sum()
+    model, x = Made(gives, up=nn.Linear(D, D), gain=torch.ones(D)), torch.randn(B, T, D)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         model(x).backward()
     loop = loop_sqnorms(model, lambda m, batch: m(batch), x, B)
@@ -229,17 +201,12 @@ def test_a_model_that_gives_its_loss(order: str) -> None:
 
 
 def test_a_number_times_half_precision_in_place() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.gain = nn.Linear(D, D), nn.Parameter(torch.tensor(0.8))
+    def in_place(m: Any, x_BTD: Tensor) -> Tensor:
+        y = m.up(x_BTD)
+        y *= m.gain
+        return y
 
-        def forward(self, x_BTD: Tensor) -> Tensor:
-            y = self.up(x_BTD)
-            y *= self.gain
-            return y
-
-    model, x = InPlace(), torch.randn(B, T, D)
+    model, x = Made(in_place, up=nn.Linear(D, D), gain=torch.tensor(0.8)), torch.randn(B, T, D)
     with torch.autocast("cpu", torch.bfloat16):
         want = model(x)
         with gnsfast.per_sample_sqnorms(model, B) as norms:

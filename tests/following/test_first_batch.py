@@ -11,6 +11,7 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from examples_of_models import B, D, Flattened, NanoGPT, T, assert_right, by_token, ids, squares
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -47,13 +48,9 @@ class Shared(nn.Module):
         return y
 
 
-class FunctionalHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.up = nn.Embedding(11, D), nn.Linear(D, D)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.up(self.tokens(ids_BT))), self.tokens.weight)
+def functional_head() -> nn.Module:
+    of = lambda m, ids_BT: F.linear(torch.tanh(m.up(m.tokens(ids_BT))), m.tokens.weight)
+    return Made(of, tokens=nn.Embedding(11, D), up=nn.Linear(D, D))
 
 
 class Offset(nn.Embedding):
@@ -76,7 +73,7 @@ class OffsetModel(nn.Module):
 @pytest.mark.parametrize("length", [T, B])
 @pytest.mark.parametrize(
     "make",
-    [NanoGPT, Flattened, lambda: Flattened(interleaved=True), Shared, FunctionalHead, OffsetModel],
+    [NanoGPT, Flattened, lambda: Flattened(interleaved=True), Shared, functional_head, OffsetModel],
 )
 def test_where_samples_lie(make: Any, length: int) -> None:
     model = make().eval()

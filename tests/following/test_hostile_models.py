@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from made import Made
 from oracle import assert_norms
 from processes import spawn
 from torch import Tensor, nn
@@ -24,19 +25,6 @@ import gnsfast
 
 D = 8
 Model = Callable[[Any, Tensor], Tensor]
-
-
-class Own(nn.Module):
-    """A model of one function ``run`` of itself and its input."""
-
-    def __init__(self, run: Model, **own: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, value in own.items():
-            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
-
-    def forward(self, x: Any) -> Any:
-        return self.run(self, x)
 
 
 def linear() -> nn.Linear:
@@ -112,7 +100,7 @@ def experts_with_tables(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("B", [2, 3, 4, 5, 8])
 def test_rows_of_a_table_are_no_samples(B: int) -> None:
     """Ids of experts look like rows of samples where their number is a multiple of the samples."""
-    model = Own(experts_with_tables, scale=torch.rand(8, D) + 0.5, w=torch.randn(8, D, D))
+    model = Made(experts_with_tables, scale=torch.rand(8, D) + 0.5, w=torch.randn(8, D, D))
     right_or_named(model, torch.randn(3, 6, D), 3)
     right_or_named(model, torch.randn(B, 6, D), B)
 
@@ -122,17 +110,17 @@ def test_complex_parameters_are_left_out(run: str) -> None:
     """Their gradients are torch's."""
     kind = torch.cfloat
     model = {
-        "linear": Own(
+        "linear": Made(
             lambda s, x: F.linear(x.to(kind), s.w).abs(), w=torch.randn(D, D, dtype=kind)
         ),
-        "gain": Own(lambda s, x: (x * s.w).abs(), w=torch.randn(D, dtype=kind)),
-        "einsum": Own(
+        "gain": Made(lambda s, x: (x * s.w).abs(), w=torch.randn(D, dtype=kind)),
+        "einsum": Made(
             lambda s, x: torch.fft.irfft(
                 torch.einsum("btd,de->bte", torch.fft.rfft(x, dim=1), s.w), dim=1
             ),
             w=torch.randn(D, D, dtype=kind),
         ),
-        "made": Own(lambda s, x: (x * torch.view_as_complex(s.w)).abs(), w=torch.randn(D, 2)),
+        "made": Made(lambda s, x: (x * torch.view_as_complex(s.w)).abs(), w=torch.randn(D, 2)),
     }[run]
     model.last = linear()
     inner, model.run = model.run, lambda s, x: s.last(inner(s, x))
@@ -150,7 +138,7 @@ def longer_loop(m: Any, x: Tensor) -> Tensor:
 
 def test_a_loop_that_is_longer_than_in_the_first_batch() -> None:
     """Its first step is a product [T, B, D], and each further one a product [B, D], B == D."""
-    model = Own(longer_loop, w=linear())
+    model = Made(longer_loop, w=linear())
     assert right_or_named(model, torch.randn(D, 6, D), D)
     right_or_named(model, torch.randn(D, 9, D), D)
 
@@ -182,10 +170,10 @@ def mask_tokens(m: Any, x: Tensor) -> Tensor:
 def test_as_many_copies_as_samples_along_another_dimension() -> None:
     """The example has shown which dimension of the copies holds the samples."""
     gru = nn.GRU(D, D, 2, batch_first=True)
-    model = Own(layers_of_states, cells=gru, h=torch.randn(1, 1, D))
+    model = Made(layers_of_states, cells=gru, h=torch.randn(1, 1, D))
     for B in (4, 2):
         assert "h" in right_or_named(model, torch.randn(B, 6, D), B)
-    model = Own(mask_tokens, a=linear(), token=torch.randn(1, 1, D))
+    model = Made(mask_tokens, a=linear(), token=torch.randn(1, 1, D))
     for B in (4, 6):
         assert "token" in right_or_named(model, torch.randn(B, 6, D), B)
 
@@ -315,7 +303,7 @@ def by_gather(m: Any, x: Any) -> Tensor:
 @pytest.mark.parametrize("run", [by_list, by_array, by_gather])
 def test_samples_sorted_by_their_lengths(run: Model) -> None:
     """The first batch has equal lengths, so that the order shows nothing."""
-    model = Own(run, a=linear(), w=torch.randn(D, D))
+    model = Made(run, a=linear(), w=torch.randn(D, D))
     x = torch.randn(4, 6, D)
     right_or_named(model, (x, torch.full((4,), 6)), 4)
     right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
@@ -327,7 +315,7 @@ def test_uses_outside_of_the_model() -> None:
     def tied(model: Any, x: Tensor) -> Tensor:
         return F.linear(model(x), model.a.weight).square().sum((0, 2))
 
-    model = Own(lambda s, x: s.b(x.transpose(0, 1)), a=linear(), b=linear())
+    model = Made(lambda s, x: s.b(x.transpose(0, 1)), a=linear(), b=linear())
     assert "b.weight" in right_or_named(model, torch.randn(6, 6, D), 6, tied) or True
     names = right_or_named(model, torch.randn(4, 6, D), 4, tied)
     assert names <= {"b.weight", "b.bias"}
@@ -339,7 +327,7 @@ def test_uses_outside_of_the_model() -> None:
         own = F.linear(h[mask], model.head).square().sum(1)
         return torch.zeros(len(x)).index_add(0, mask.nonzero()[:, 0], own)
 
-    model = Own(lambda s, x: s.b(x), b=linear(), head=torch.randn(D, D))
+    model = Made(lambda s, x: s.b(x), b=linear(), head=torch.randn(D, D))
     assert right_or_named(model, torch.randn(4, 6, D), 4, masked) == {"b.weight", "b.bias", "head"}
 
     def parts(model: Any, x: Tensor) -> Tensor:
@@ -388,7 +376,7 @@ def test_gradients_of_gradients_are_left_out() -> None:
         energy = m.b(m.a(y).tanh()).sum()
         return torch.autograd.grad(energy, y, create_graph=True)[0]
 
-    model, x = Own(field, a=linear(), b=linear()), torch.randn(4, D)
+    model, x = Made(field, a=linear(), b=linear()), torch.randn(4, D)
     per_sample(model(x)).sum().backward()
     real = model.a.weight.grad
     model.zero_grad()
@@ -413,7 +401,7 @@ def put(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("run", [class_token, put])
 def test_a_last_batch_of_one_sample(run: Model) -> None:
-    model = Own(run, a=linear(), token=torch.randn(1, 1, D))
+    model = Made(run, a=linear(), token=torch.randn(1, 1, D))
     known = right_or_named(model, torch.randn(4, 6, D), 4)
     assert known >= {"a.weight", "a.bias"}
     assert right_or_named(model, torch.randn(1, 6, D), 1) == known
@@ -438,7 +426,7 @@ def graphs(m: Any, x: Any) -> Tensor:
 def test_a_batch_of_graphs_is_refused_by_name(B: int) -> None:
     n = torch.arange(B * 6)
     x = torch.randn(B * 6, D), n // 6, torch.stack([n, n // 6 * 6 + (n + 1) % 6])
-    model = Own(graphs, a=linear(), b=linear())
+    model = Made(graphs, a=linear(), b=linear())
     with (
         pytest.raises((gnsfast.ObservationError, gnsfast.SampleShapeError)),
         gnsfast.per_sample_sqnorms(model, B),
@@ -465,7 +453,7 @@ def test_a_loss_of_the_model_in_which_samples_meet(caplog: pytest.LogCaptureFixt
         load = F.one_hot(share.argmax(-1), D).float().mean((0, 1))
         return (load * share.mean((0, 1))).sum() + y.square().mean(), y + share
 
-    model = Own(balanced, a=linear(), router=linear())
+    model = Made(balanced, a=linear(), router=linear())
     with caplog.at_level(logging.WARNING, "gnsfast"), gnsfast.per_sample_sqnorms(model, 4):
         model(torch.randn(4, 6, D))[0].backward()
     assert "own loss" in caplog.text
@@ -549,7 +537,7 @@ def test_large_batches_that_meet_in_training_mode_only() -> None:
         y: Tensor = m.b(h)
         return y
 
-    model = Own(mixed, a=linear(), b=linear(), drop=nn.Dropout(0.2))
+    model = Made(mixed, a=linear(), b=linear(), drop=nn.Dropout(0.2))
     assert right_or_named(model, torch.randn(8, D), 8) <= {"b.weight", "b.bias"}
 
 
@@ -560,44 +548,30 @@ def test_a_table_of_parameters_behind_dropout() -> None:
         y: Tensor = m.a(x + m.drop(m.table)[: x.shape[1]])
         return y
 
-    model = Own(run, a=linear(), table=torch.randn(9, D), drop=nn.Dropout(0.3))
+    model = Made(run, a=linear(), table=torch.randn(9, D), drop=nn.Dropout(0.3))
     assert right_or_named(model, torch.randn(4, 6, D), 4) == {"a.weight", "a.bias", "table"}
 
 
-class SkipsLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([linear() for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if not (self.training and float(torch.rand(())) < 0.5):
-                x = x + F.dropout(torch.tanh(layer(x)), 0.1, self.training)
-        return x
+def some_layers(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        if not (m.training and float(torch.rand(())) < 0.5):
+            x = x + F.dropout(torch.tanh(layer(x)), 0.1, m.training)
+    return x
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_layers_that_are_skipped_at_random(seed: int) -> None:
     """Evaluation mode shows those that the first batch did not use."""
     torch.manual_seed(seed)
-    model = SkipsLayers()
+    model = Made(some_layers, layers=nn.ModuleList([linear() for _ in range(6)]))
     for _ in range(3):
         assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 12
 
 
-class TwoLayouts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.w = linear(), nn.Parameter(torch.randn(D, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.a(self.a(x.transpose(0, 1)).tanh().transpose(0, 1))
-        return F.linear(y, self.w * 2)
-
-
 def test_compiled_code_has_the_layouts_of_the_first_batch() -> None:
     """No hook tells there when the model runs."""
-    model = TwoLayouts()
+    turned = lambda m, x: m.a(m.a(x.transpose(0, 1)).tanh().transpose(0, 1))
+    model = Made(lambda m, x: F.linear(turned(m, x), m.w * 2), a=linear(), w=torch.randn(D, D))
     compiled = torch.compile(model, backend="eager")
     for B, T in ((4, 6), (4, 6), (5, 6), (8, 8)):
         x = torch.randn(B, T, D)
@@ -622,7 +596,7 @@ def experts_of_real_tokens(m: Any, x: Any) -> Tensor:
 
 def test_rows_that_are_chosen_from_chosen_rows() -> None:
     """The first batch has no padding. In the next one each sample has four tokens on average."""
-    model = Own(experts_of_real_tokens, a=linear(), experts=nn.ModuleList([linear(), linear()]))
+    model = Made(experts_of_real_tokens, a=linear(), experts=nn.ModuleList([linear(), linear()]))
     mask = torch.ones(4, 6, dtype=torch.bool)
     assert len(right_or_named(model, (torch.randn(4, 6, D), mask), 4)) == 6
     mask = torch.arange(6) < torch.tensor([2, 4, 6, 4])[:, None]
@@ -643,13 +617,13 @@ def test_the_last_step_of_a_sequence_outside_of_the_model(last: Callable[[Tensor
     def loss(model: Any, x: Tensor) -> Tensor:
         return per_sample(F.linear(last(model(x)), model.head))
 
-    model = Own(lambda s, x: s.a(x.transpose(0, 1)), a=linear(), head=torch.randn(D, D))
+    model = Made(lambda s, x: s.a(x.transpose(0, 1)), a=linear(), head=torch.randn(D, D))
     assert len(right_or_named(model, torch.randn(4, 8, D), 4, loss)) == 3
 
 
 def test_a_list_as_an_index_of_a_table() -> None:
     """Rows that occur twice are no piece of the table."""
-    model = Own(lambda s, x: s.a(x) + s.table[[0, 1, 1, 2]], a=linear(), table=torch.randn(3, D))
+    model = Made(lambda s, x: s.a(x) + s.table[[0, 1, 1, 2]], a=linear(), table=torch.randn(3, D))
     assert "table" in right_or_named(model, torch.randn(5, 4, D), 5)
 
 
@@ -657,10 +631,10 @@ def test_a_list_as_an_index_of_a_table() -> None:
 def test_weights_of_a_linear_function_in_other_shapes(bias: tuple[int, ...] | None) -> None:
     """A vector in place of a matrix, and a bias that is broadcast."""
     if bias is None:
-        model = Own(lambda s, x: F.linear(s.a(x), s.w), a=linear(), w=torch.randn(D))
+        model = Made(lambda s, x: F.linear(s.a(x), s.w), a=linear(), w=torch.randn(D))
     else:
         own = {"w": torch.randn(D, D), "b": torch.randn(bias)}
-        model = Own(lambda s, x: F.linear(s.a(x), s.w, s.b), a=linear(), **own)
+        model = Made(lambda s, x: F.linear(s.a(x), s.w, s.b), a=linear(), **own)
     for B in (4, 5):
         assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3 + (bias is not None)
 
@@ -674,7 +648,7 @@ def test_replays_in_autocast() -> None:
         return y.float()
 
     own = {"cells": nn.LSTM(D, D, batch_first=True), "mix": torch.randn(6, 6)}
-    model, x = Own(run, a=linear(), **own), torch.randn(4, 6, D)
+    model, x = Made(run, a=linear(), **own), torch.randn(4, 6, D)
     real = in_its_batch(model, lambda: per_sample(model(x)))
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         per_sample(model(x)).sum().backward()
@@ -690,7 +664,7 @@ def characters(m: Any, x: Tensor) -> Tensor:
 
 
 def test_recurrent_layers_whose_sequences_are_parts_of_samples() -> None:
-    model = Own(characters, a=linear(), cells=nn.GRU(1, D, batch_first=True))
+    model = Made(characters, a=linear(), cells=nn.GRU(1, D, batch_first=True))
     for B, T in ((4, 6), (5, 3)):
         assert len(right_or_named(model, torch.randn(B, T, D), B)) == 6
 
@@ -704,7 +678,7 @@ def packed_sequences(m: Any, x: Any) -> Tensor:
 
 def test_a_layer_behind_packed_sequences() -> None:
     """torch puts them back into the order of the samples."""
-    model = Own(packed_sequences, a=linear(), cells=nn.GRU(D, D))
+    model = Made(packed_sequences, a=linear(), cells=nn.GRU(D, D))
     for lengths in ([6, 6, 6, 6], [2, 6, 1, 4]):
         x = torch.randn(4, 6, D), torch.tensor(lengths)
         assert right_or_named(model, x, 4) == {"a.weight", "a.bias"}
@@ -713,7 +687,7 @@ def test_a_layer_behind_packed_sequences() -> None:
 def test_attention_that_others_have_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """``nn.MultiheadAttention`` then calls theirs, in a block too."""
     real = F.scaled_dot_product_attention
-    model = Own(lambda s, x: s.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(D, 2))
+    model = Made(lambda s, x: s.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(D, 2))
     model.a.batch_first = True
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: 2 * real(*a, **k))
     assert len(right_or_named(model, torch.randn(4, 6, D), 4)) == 4
@@ -746,7 +720,7 @@ def two_orders(m: Any, x: Any) -> Tensor:
 
 def test_a_loop_that_is_shorter_than_in_the_first_batch() -> None:
     """The last function is then in the place of one whose samples lie in another order."""
-    model, x = Own(two_orders, a=linear()), torch.randn(4, 6, D)
+    model, x = Made(two_orders, a=linear()), torch.randn(4, 6, D)
     assert len(right_or_named(model, (x, torch.full((4,), 2)), 4)) == 2
     assert not right_or_named(model, (x, torch.full((4,), 1)), 4)
 
@@ -766,10 +740,10 @@ def test_parameters_that_are_changed_before_the_model_runs() -> None:
 def test_batches_that_cannot_be_sliced(kind: str) -> None:
     """They run, and what is not followed is named."""
     if kind == "sparse":
-        model = Own(lambda s, x: torch.sparse.mm(x, s.w), w=torch.randn(6, D))
+        model = Made(lambda s, x: torch.sparse.mm(x, s.w), w=torch.randn(6, D))
         x = torch.randn(4, 6).relu().to_sparse()
     else:
-        model = Own(lambda s, x: torch.nested.to_padded_tensor(s.a(x), 0.0), a=linear())
+        model = Made(lambda s, x: torch.nested.to_padded_tensor(s.a(x), 0.0), a=linear())
         parts = [torch.randn(k, D) for k in (3, 5, 2, 4)]
         x = torch.nested.nested_tensor(parts, layout=torch.jagged)
     real = per_sample(model(x))
@@ -818,7 +792,7 @@ def test_as_many_positions_as_samples(shape: tuple[int, ...]) -> None:
         return y
 
     tables = {"words": nn.Embedding(9, D), "positions": nn.Embedding(9, D)}
-    model = Own(run, a=linear(), q=linear(), **tables)
+    model = Made(run, a=linear(), q=linear(), **tables)
     hidden = torch.ones(6, 6).triu(1) > 0
     for B, mask in ((6, ~hidden), (4, ~hidden), (6, torch.zeros(6, 6).masked_fill(hidden, -1e9))):
         x = torch.randint(0, 9, (B, 6)), torch.arange(6).view(shape), mask
@@ -863,7 +837,7 @@ def test_samples_sorted_by_any_function(kind: str) -> None:
         last: Tensor = m.b(ORDERS[kind](y, order.argsort()))
         return last
 
-    model = Own(run, a=linear(), b=linear(), w=torch.randn(D, D))
+    model = Made(run, a=linear(), b=linear(), w=torch.randn(D, D))
     for lengths in ([6, 6, 6, 6], [2, 6, 5, 1]):
         x = torch.randn(4, D), torch.tensor(lengths)
         assert right_or_named(model, x, 4) >= {"b.weight", "b.bias"}
@@ -878,7 +852,7 @@ def by_list_of_columns(m: Any, x: Any) -> Tensor:
 
 def test_a_list_that_sorts_samples_along_another_dimension() -> None:
     """It is not measured in part: no sample gets the norm of another."""
-    model, x = Own(by_list_of_columns, a=linear(), w=torch.randn(D, D)), torch.randn(4, 6, D)
+    model, x = Made(by_list_of_columns, a=linear(), w=torch.randn(D, D)), torch.randn(4, 6, D)
     right_or_named(model, (x, torch.full((4,), 6)), 4)
     right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
 
@@ -893,7 +867,7 @@ def test_noise_of_a_generator_of_its_own(held: bool) -> None:
         return y
 
     own = torch.Generator()
-    model, plain = (Own(run, a=linear(), generator=own if held else None) for _ in range(2))
+    model, plain = (Made(run, a=linear(), generator=own if held else None) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     x = torch.randn(4, 6, D), None if held else own
     own.manual_seed(1)
@@ -938,7 +912,7 @@ def test_a_model_that_needs_other_processes() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_weight_of_the_loss(mean: bool) -> None:
     """It is made before the model runs, and meets the losses of samples, or their mean."""
-    model, x = Own(lambda s, x: s.a(x), a=linear(), log=torch.tensor(0.3)), torch.randn(4, 6, D)
+    model, x = Made(lambda s, x: s.a(x), a=linear(), log=torch.tensor(0.3)), torch.randn(4, 6, D)
     if not mean:
         weighed = lambda m, x: torch.exp(-m.log) * per_sample(m(x)) + m.log  # noqa: E731
         assert len(right_or_named(model, x, 4, weighed)) == 3

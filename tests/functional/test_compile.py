@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import assert_as_loop
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -181,17 +182,13 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 def test_weights_that_are_cast_and_transposed(backend: str, opened: str) -> None:
     """Two graphs for the first batch size, measured and plain, and two for all others."""
 
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.gain = nn.Linear(8, 16), nn.Parameter(torch.randn(16))
-            self.w, self.b = nn.Parameter(torch.randn(16, 3)), nn.Parameter(torch.randn(3))
+    def weights(m: Any, x: Tensor) -> Tensor:
+        x = F.gelu(m.up(x)) * m.gain
+        return F.linear(x, m.w.to(x.dtype).t().contiguous(), m.b)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.gelu(self.up(x)) * self.gain
-            return F.linear(x, self.w.to(x.dtype).t().contiguous(), self.b)
-
-    model, counter = Weights(), CompileCounterWithBackend(backend)
+    parts = dict(gain=torch.randn(16), w=torch.randn(16, 3), b=torch.randn(3))
+    model = Made(weights, up=nn.Linear(8, 16), **parts)
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     frames = []
     for samples in (B, B, 5, 5, 7, 9):

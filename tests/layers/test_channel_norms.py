@@ -14,6 +14,7 @@ from layers import (
     scattered,
     weighted_loss,
 )
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -219,17 +220,8 @@ def test_model(compiled: bool) -> None:
 
 
 def test_called_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = make("groups")
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.norm(torch.tanh(self.norm(x)))
-            return y
-
-    model, batch = Twice(), (drawn(4), drawn(4))
-    assert_as_loop(model, batch, 4)
+    model = Made(lambda m, x: m.norm(torch.tanh(m.norm(x))), norm=make("groups"))
+    assert_as_loop(model, (drawn(4), drawn(4)), 4)
 
 
 class Residual(nn.InstanceNorm2d):

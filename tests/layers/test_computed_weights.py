@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from examples_of_models import squares
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -23,27 +24,16 @@ class Skew(nn.Module):
         return w.triu(1) - w.triu(1).T
 
 
-class LowRank(nn.Module):
+def low_rank() -> nn.Module:
     """An adapter as a parametrization: it has parameters of its own, in a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Parameter(torch.randn(2, D)), nn.Linear(2, D, bias=False)
-
-    def forward(self, w: Tensor) -> Tensor:
-        y: Tensor = w + self.up(self.down.T).T
-        return y
+    up = nn.Linear(2, D, bias=False)
+    return Made(lambda m, w: w + m.up(m.down.T).T, down=torch.randn(2, D), up=up)
 
 
-class Gain(nn.Module):
+def gain() -> nn.Module:
     """A parameter that is no layer's, and a layer in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain, self.inner = nn.Parameter(torch.randn(T, D)), nn.LayerNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * torch.tanh(self.inner(x))
+    of = lambda m, x: m.gain * torch.tanh(m.inner(x))
+    return Made(of, gain=torch.randn(T, D), inner=nn.LayerNorm(D))
 
 
 def parametrized(layer: nn.Module, how: nn.Module, name: str = "weight") -> nn.Module:
@@ -61,8 +51,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "skew": lambda: parametrized(nn.Linear(D, D), Skew()),
     "bias": lambda: parametrized(nn.Linear(D, D), nn.Softplus(), "bias"),
     "twice": lambda: parametrized(parametrizations.weight_norm(nn.Linear(D, D)), nn.Softplus()),
-    "adapter": lambda: parametrized(nn.Linear(D, D), LowRank()),
-    "gain": lambda: parametrized(Gain(), nn.Softplus(), "gain"),
+    "adapter": lambda: parametrized(nn.Linear(D, D), low_rank()),
+    "gain": lambda: parametrized(gain(), nn.Softplus(), "gain"),
     "layer norm": lambda: parametrized(nn.LayerNorm(D), nn.Softplus()),
     "conv": lambda: parametrizations.weight_norm(nn.Conv1d(T, T, 3, padding=1), dim=2),
     "conv, spectral": lambda: parametrizations.spectral_norm(nn.Conv1d(T, T, 3, padding="same")),
@@ -241,17 +231,10 @@ def test_frozen(frozen: str) -> None:
     assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner = parametrizations.weight_norm(nn.Embedding(9, D)), nn.Linear(D, D)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.inner(self.table(ids)), self.table.weight)
-
-
 def test_used_as_a_tensor() -> None:
-    ids, model = torch.randint(0, 9, (B, T)), Tied()
+    table = parametrizations.weight_norm(nn.Embedding(9, D))
+    tied = lambda m, ids: F.linear(m.inner(m.table(ids)), m.table.weight)
+    ids, model = torch.randint(0, 9, (B, T)), Made(tied, table=table, inner=nn.Linear(D, D))
     assert_norms(run(model, ids), loop_sqnorms(model, squares, ids, B))
 
 

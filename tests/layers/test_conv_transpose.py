@@ -10,6 +10,7 @@ from layers import (
     assert_layer,
     plain,
 )
+from made import Made
 from torch import Tensor, nn
 
 import gnsfast
@@ -69,15 +70,8 @@ def test_uneven_geometry() -> None:
 
 
 def test_output_size() -> None:
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.ConvTranspose2d(4, 6, 3, stride=3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.up(x, output_size=[17, 13])
-
-    model, x = Sized(), drawn(3)
+    up = nn.ConvTranspose2d(4, 6, 3, stride=3)
+    model, x = Made(lambda m, x: m.up(x, output_size=[17, 13]), up=up), drawn(3)
     batch = x, torch.randn_like(model(x))
     assert_as_loop(model, batch, 3)
     assert {row.route for row in gnsfast.coverage(model).rows} == {"conv_transpose2d"}

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from layers import assert_as_loop, assert_layer, plain
+from made import Made
 from torch import Tensor, nn
 
 import gnsfast
@@ -73,21 +74,16 @@ class Positions(nn.Module):
 
 
 def test_frequencies_of_the_batch_tie_samples() -> None:
-    model = Sum(scale_grad_by_freq=True)
+    model = looked_up(scale_grad_by_freq=True)
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         squares(model, ids(4, 9)).backward()
     (row,) = (r for r in gnsfast.coverage(model).rows if r.parameter == "table.weight")
     assert set(norms) == {"head.weight", "head.bias"} and "scale_grad_by_freq" in row.reason
 
 
-class Sum(nn.Module):
-    def __init__(self, **options: bool) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 5, **options), nn.Linear(5, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.table(ids))
-        return y
+def looked_up(**options: bool) -> nn.Module:
+    table = nn.Embedding(6, 5, **options)
+    return Made(lambda m, ids: m.head(m.table(ids)), table=table, head=nn.Linear(5, 3))
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -153,17 +149,11 @@ def test_plain_twin_is_plain() -> None:
     assert type(plain(gnsfast.Embedding(3, 2))) is nn.Embedding
 
 
-class HeadFirst(nn.Module):
+def head_first() -> nn.Module:
     """A head, then the embedding again of what it says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
-        self.table.weight = self.head.weight
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y: Tensor = self.table(self.head(x_BTD).argmax(-1))
-        return y
+    table, head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
+    table.weight = head.weight
+    return Made(lambda m, x_BTD: m.table(m.head(x_BTD).argmax(-1)), table=table, head=head)
 
 
 class TwoHeads(nn.Module):
@@ -178,16 +168,10 @@ class TwoHeads(nn.Module):
         return y
 
 
-class Places(nn.Module):
+def places() -> nn.Module:
     """The sum of a lookup that all samples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(x + self.places(torch.arange(5)[None]).sum(0))
-        return out
+    of = lambda m, x: torch.tanh(x + m.places(torch.arange(5)[None]).sum(0))
+    return Made(of, places=nn.Embedding(5, 3))
 
 
 class HeadTwice(Tied):
@@ -221,13 +205,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
     "position ids of one row": (lambda: Positions(batch=True), words),
     "a bare index": (lambda: Positions(batch=False, step=2), words),
     "a bare index that counts to B": (lambda: Positions(batch=False, step=2), partial(words, T=4)),
-    "sparse gradients": (lambda: Sum(sparse=True), partial(words, width=3)),
-    "an embedding after its tied head": (HeadFirst, numbers),
+    "sparse gradients": (lambda: looked_up(sparse=True), partial(words, width=3)),
+    "an embedding after its tied head": (head_first, numbers),
     "a tied embedding called twice": (one_table_twice, partial(words, width=6, count=2)),
     "a tied head called twice": (HeadTwice, partial(words, width=6)),
     "two linear layers of one weight": (linear_twice, numbers),
     "two heads of one embedding": (TwoHeads, partial(words, width=7)),
-    "a sum of a shared lookup": (Places, partial(numbers, T=5, width=3)),
+    "a sum of a shared lookup": (places, partial(numbers, T=5, width=3)),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import assert_as_loop, weighted_loss
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -24,57 +25,26 @@ class Scale(nn.Module):
         return self.gain * torch.tanh(self.inner(x))
 
 
-class Table(nn.Module):
+def table() -> nn.Module:
     """ViT's embeddings: a class token and a position table with a leading one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cls_token, self.table = (
-            nn.Parameter(torch.randn(1, 1, 5)),
-            nn.Parameter(torch.randn(1, 10, 5)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.table[0]
+    of = lambda m, x: torch.cat([m.token.expand(len(x), -1, -1), x], 1) + m.places[0]
+    return Made(of, token=torch.randn(1, 1, 5), places=torch.randn(1, 10, 5))
 
 
-class PositionsOnly(nn.Module):
-    """Its output has no batch dimension: all samples share it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, 9, 5))
-
-    def forward(self) -> Tensor:
-        return self.table.sin()
+def shared_positions() -> nn.Module:
+    """A part whose output has no batch dimension: all samples share it."""
+    positions = Made(lambda m: m.table.sin(), table=torch.randn(1, 9, 5))
+    return Made(lambda m, x: x * m.positions(), positions=positions)
 
 
-class AddsPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = PositionsOnly()
+def takes_part() -> nn.Module:
+    """Of a part with several outputs, that takes a keyword argument."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.positions()
+    def outputs(m: Any, x: Tensor, *, shift: float) -> dict[str, Any]:
+        return {"y": m.gain * x + shift, "unused": m.gain.sum(), "shift": shift}
 
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: Tensor, *, shift: float) -> dict[str, Any]:
-        return {"y": self.gain * x + shift, "unused": self.gain.sum(), "shift": shift}
-
-
-class TakesPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = TwoOutputs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x, shift=0.5)["y"]
-        return y
+    inner = Made(outputs, gain=torch.randn(5))
+    return Made(lambda m, x: m.inner(x, shift=0.5)["y"], inner=inner)
 
 
 class OwnForward(nn.Linear):
@@ -86,8 +56,8 @@ class OwnForward(nn.Linear):
 
 MODULES = {
     "bare gain": (lambda: nn.Sequential(Scale()), (4, 9, 5), (4, 9, 5)),
-    "tables": (Table, (4, 9, 5), (4, 10, 5)),
-    "shared table": (AddsPositions, (4, 9, 5), (4, 9, 5)),
+    "tables": (table, (4, 9, 5), (4, 10, 5)),
+    "shared table": (shared_positions, (4, 9, 5), (4, 9, 5)),
     "subclass with its own forward": (lambda: OwnForward(5, 3), (4, 9, 5), (4, 9, 3)),
     "bilinear-free prelu": (lambda: nn.PReLU(9), (4, 9, 5), (4, 9, 5)),
 }
@@ -106,24 +76,15 @@ def test_exact(make: Any, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
 
 
 def test_dictionary_output_and_keyword_argument() -> None:
-    model, batch = TakesPart(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
+    model, batch = takes_part(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
     assert_as_loop(model, batch, 4)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_attention_of_its_own(batch_first: bool) -> None:
     """Its projections are used as tensors: all of them come from the replay."""
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = OwnAttention(8, 2, batch_first=batch_first)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.attention(x)[0]
-            return y
-
-    model = SelfAttention()
+    own = OwnAttention(8, 2, batch_first=batch_first)
+    model = Made(lambda m, x: m.attention(x)[0], attention=own)
     shape = (4, 9, 8) if batch_first else (9, 4, 8)
     batch, dim = (torch.randn(shape), torch.randn(shape)), 0 if batch_first else 1
     loop = loop_sqnorms(model, weighted_loss, batch, 4, batch_dim=dim)
@@ -133,19 +94,10 @@ def test_attention_of_its_own(batch_first: bool) -> None:
 
 
 def test_a_layer_twice_and_a_weight_as_a_tensor() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.tanh(self.layer(x))) @ self.other.weight + self.other(x)
-
-    model, batch = (
-        nn.Sequential(Twice(), nn.Linear(5, 5)),
-        (torch.randn(4, 9, 5), torch.randn(4, 9, 5)),
-    )
-    assert_as_loop(model, batch, 4)
+    twice = lambda m, x: m.layer(torch.tanh(m.layer(x))) @ m.other.weight + m.other(x)
+    made = Made(twice, layer=nn.Linear(5, 5), other=nn.Linear(5, 5))
+    batch = torch.randn(4, 9, 5), torch.randn(4, 9, 5)
+    assert_as_loop(nn.Sequential(made, nn.Linear(5, 5)), batch, 4)
 
 
 def test_autocast() -> None:

@@ -23,6 +23,7 @@ from attention import (
     terms,
 )
 from layers import assert_as_loop, weighted_loss
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -167,19 +168,11 @@ def test_dropout_behind_it() -> None:
 
 
 def test_output_tied_to_an_embedding() -> None:
-    class Shares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.e, self.a = nn.Embedding(E, E), nn.MultiheadAttention(E, H, batch_first=True)
-            self.a.out_proj.weight = self.e.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.e(ids)
-            y: Tensor = self.a(x, x, x, need_weights=False)[0]
-            return y
-
-    model, batch = Shares(), (torch.randint(0, E, (B, L)), torch.randn(B, L, E))
-    assert_as_loop(model, batch, B)
+    e, a = nn.Embedding(E, E), nn.MultiheadAttention(E, H, batch_first=True)
+    a.out_proj.weight = e.weight
+    shares = lambda m, ids: m.a(*[m.e(ids)] * 3, need_weights=False)[0]
+    batch = torch.randint(0, E, (B, L)), torch.randn(B, L, E)
+    assert_as_loop(Made(shares, e=e, a=a), batch, B)
 
 
 def test_adapters_of_peft() -> None:

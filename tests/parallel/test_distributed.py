@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from processes import each, spawn
 from torch import Tensor, nn
@@ -163,16 +164,8 @@ def tensor_parallel(rank: int) -> None:
 
 def tied_by_hand(rank: int) -> None:
     """A weight that is also used as a tensor, below DDP."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(V, 8)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return F.linear(torch.tanh(self.tokens(ids)), self.tokens.weight)
-
-    model, batch = Tied(), draw()
+    tied = lambda m, ids: F.linear(torch.tanh(m.tokens(ids)), m.tokens.weight)
+    model, batch = Made(tied, tokens=nn.Embedding(V, 8)), draw()
     plain, wrapped = copy.deepcopy(model), DistributedDataParallel(model)
     with gnsfast.per_sample_sqnorms(wrapped.module, B) as norms:
         loss_of(wrapped, batch).backward()
@@ -181,17 +174,9 @@ def tied_by_hand(rank: int) -> None:
 
 def unused_on_one_rank(rank: int) -> None:
     """A layer that only the other rank calls gets an average, and is no error."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layers[rank](x)
-            return out
-
-    wrapped = DistributedDataParallel(Gate(), find_unused_parameters=True)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    gate = Made(lambda m, x: m.layers[rank](x), layers=layers)
+    wrapped = DistributedDataParallel(gate, find_unused_parameters=True)
     for _ in range(2):
         with gnsfast.per_sample_sqnorms(wrapped.module, B) as norms:
             wrapped(torch.randn(B, 8)).square().sum().backward()

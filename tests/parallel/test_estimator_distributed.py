@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from made import Made
 from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -289,18 +290,9 @@ def new_divide_factor(rank: int) -> None:
 def unused_on_one_rank(rank: int) -> None:
     """A layer that only one rank calls gets a gradient on both, and is no error."""
     torch.manual_seed(1)
-    model = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layers["b" if rank else "a"](x)
-            return out
-
-    wrapped = DistributedDataParallel(Gate(), find_unused_parameters=True)
+    layers = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
+    gate = Made(lambda m, x: m.layers["b" if rank else "a"](x), layers=layers)
+    wrapped = DistributedDataParallel(gate, find_unused_parameters=True)
     gns = gnsfast.GradientNoiseScale(wrapped)
     for _ in range(3):
         with gns.microbatch(N):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from made import Made
 from processes import each, spawn
 from test_model_parallel import alone, layers, measured, vector_loss, vectors
 from torch import Tensor, nn
@@ -104,19 +105,8 @@ def pipelines(rank: int) -> None:
 
 def split_tokens(rank: int) -> None:
     """A replicated linear layer of which each process has some of the tokens."""
-
-    class Token(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.up(x)
-            return out
-
     torch.manual_seed(1)
-    plain = Token()
-    model = Token()
+    plain, model = (Made(lambda m, x: m.up(x), up=nn.Linear(8, 8)) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, {"up": SequenceParallel(use_local_output=False)})

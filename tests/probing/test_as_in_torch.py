@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -37,16 +38,10 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-class Residual(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        y += x
-        out: Tensor = F.relu_(y)
-        return out
+def residual(m: Any, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    y += x
+    return F.relu_(y)
 
 
 @pytest.mark.parametrize(
@@ -63,35 +58,29 @@ class Residual(nn.Module):
     ],
 )
 def test_in_place_operations_on_outputs(layer: nn.Module, shape: tuple[int, ...]) -> None:
-    check(Residual(layer), torch.randn(shape), square)
+    check(Made(residual, layer=layer), torch.randn(shape), square)
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """A scalar parameter, and an input that passes through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.tensor(0.7)), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.scale * x, x
+    return Made(lambda m, x: (m.scale * x, x), scale=torch.tensor(0.7), inner=nn.Linear(D, D))
 
 
 def test_scalar_parameter_and_pass_through_output() -> None:
-    model = nn.Sequential(nn.Linear(D, D), Scaled())
+    model = nn.Sequential(nn.Linear(D, D), scaled())
     del model[1].inner
     check(model, torch.randn(B, D), lambda m, x: sum(t.square().sum() for t in m(x)))
 
 
 def test_output_that_the_loss_does_not_use() -> None:
     """Autograd calls the hooks of its parameter with None, where a module has several outputs."""
-    model = nn.Sequential(nn.Linear(D, D), Scaled())
+    model = nn.Sequential(nn.Linear(D, D), scaled())
     check(model, torch.randn(B, D), lambda m, x: m(x)[1].square().sum())
 
 
 def test_output_that_only_an_earlier_pass_used() -> None:
     """A gradient that lies in ``.grad`` since then did not arrive in this pass."""
-    model = nn.Sequential(nn.Linear(D, D), Scaled())
+    model = nn.Sequential(nn.Linear(D, D), scaled())
     for outputs in (slice(0, 2), slice(1, 2), slice(0, 2)):
         x, loss = torch.randn(B, D), lambda m, x, used=outputs: sum(map(_squares, m(x)[used]))
         with gnsfast.per_sample_sqnorms(model, B) as norms:
@@ -108,19 +97,11 @@ def _squares(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", [nn.LayerNorm(D), nn.RMSNorm(D)])
 def test_sequence_first_norm_of_heads(norm: nn.Module) -> None:
     """[T, B, heads, D]: the input gradient comes back in its own order."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.norm = nn.Linear(D, 3 * D), norm
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.norm(self.q(x).unflatten(-1, (3, D)))
-            return out * torch.arange(1, D + 1) ** 0.5
-
+    heads = lambda m, x: m.norm(m.q(x).unflatten(-1, (3, D))) * torch.arange(1, D + 1) ** 0.5
+    model = Made(heads, q=nn.Linear(D, 3 * D), norm=norm).double()
     x, target = torch.randn(T, B, D).double(), torch.randn(T, B, 3, D).double()
     loss = lambda m, batch: (m(batch[0]) * batch[1]).square().sum()
-    check(Heads().double(), (x, target), loss, batch_dim=1)
+    check(model, (x, target), loss, batch_dim=1)
 
 
 def test_replay_leaves_buffers_alone() -> None:
@@ -215,17 +196,10 @@ def test_empty_layers(features: tuple[int, int]) -> None:
 
 
 def test_unused_tied_embedding() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.head = nn.Embedding(11, D), nn.Linear(D, 11, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            out: Tensor = self.head(self.tokens(ids).detach())
-            return out
-
-    check(Detached(), torch.randint(0, 11, (B, T)), square)
+    tokens, head = nn.Embedding(11, D), nn.Linear(D, 11, bias=False)
+    head.weight = tokens.weight
+    model = Made(lambda m, ids: m.head(m.tokens(ids).detach()), tokens=tokens, head=head)
+    check(model, torch.randint(0, 11, (B, T)), square)
 
 
 def test_zero_grad_and_clipping_inside_of_the_block() -> None:
@@ -286,16 +260,8 @@ def test_a_layer_that_is_replaced_inside_of_a_falsy_module() -> None:
 
 def test_a_compiled_submodule() -> None:
     """``torch.compile`` of a part gives a module that has no length, and no truth value."""
-    model = nn.Sequential(nn.Linear(4, 4), torch.compile(Block(), backend="eager"))
+    block = Made(lambda m, x: torch.tanh(m.up(x)), up=nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(block, backend="eager"))
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         model(torch.randn(3, 4)).square().sum().backward()
     assert all((norm_B > 0).all() for norm_B in norms.values())
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(x))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from made import Made
 from oracle import assert_norms, loop_sqnorms
-from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albert, square
+from repeated_models import Again, B, Chunked, D, T, Universal, V, albert, square
 from tiny_models import B as SAMPLES
 from tiny_models import loss_of, scattered, text
 from torch import Tensor, nn
@@ -70,21 +71,16 @@ def test_universal_transformer(norm: type[nn.Module]) -> None:
 
 
 def test_siamese_towers_of_two_lengths() -> None:
-    check(Siamese(), (floats(B, T, D), floats(B, 3, D)), square)
+    """One tower for two inputs."""
+    tower = nn.Sequential(nn.Linear(D, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 5))
+    alike = lambda m, a, b: torch.cosine_similarity(m.tower(a).mean(1), m.tower(b).mean(1))
+    check(Made(alike, tower=tower), (floats(B, T, D), floats(B, 3, D)), square)
 
 
 def test_siamese_towers_of_one_token() -> None:
     tower = nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 5))
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = tower
-
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            return (self.tower(left) - self.tower(right)).norm(dim=1)
-
-    check(Pair(), (floats(B, D), floats(B, D)), square)
+    apart = lambda m, left, right: (m.tower(left) - m.tower(right)).norm(dim=1)
+    check(Made(apart, tower=tower), (floats(B, D), floats(B, D)), square)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -160,96 +156,59 @@ def test_float64() -> None:
 
 
 def test_sequence_first() -> None:
-    class Sums(nn.Module):
+    def sums(m: Any, x: Tensor) -> Tensor:
         """Tokens are mixed along dimension 0."""
+        for _ in range(3):
+            x = m.layer(m.norm(x).cumsum(0)).sin()
+        return x
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.layer = nn.LayerNorm(D), nn.Linear(D, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = self.layer(self.norm(x).cumsum(0)).sin()
-            return x
-
-    check(Sums(), floats(T, B, D), square, batch_dim=1)
+    model = Made(sums, norm=nn.LayerNorm(D), layer=nn.Linear(D, D))
+    check(model, floats(T, B, D), square, batch_dim=1)
 
 
 def test_folded_rows() -> None:
     """The layer sees [B * T, D], once, and [B * 2, D] in the last call."""
 
-    class Folded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, D)
+    def folded(m: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(m.layer(x.flatten(0, 1))).view(x.shape)
+        return m.layer(y[:, :2].flatten(0, 1)).view(-1, 2, D)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.tanh(self.layer(x.flatten(0, 1))).view(x.shape)
-            return self.layer(y[:, :2].flatten(0, 1)).view(-1, 2, D)
-
-    check(Folded(), floats(B, T, D), square)
-
-
-class Lookups(nn.Module):
-    """A table for two texts, whose words repeat within a sample and between the texts."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.words = nn.Embedding(V, D, **options)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.words(source).sin().sum(1) * self.words(target).sum(1)
+    check(Made(folded, layer=nn.Linear(D, D)), floats(B, T, D), square)
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"max_norm": 1.0}], ids=str)
 def test_embedding(options: dict[str, Any]) -> None:
+    """A table for two texts, whose words repeat within a sample and between the texts."""
+    lookups = lambda m, source, target: m.words(source).sin().sum(1) * m.words(target).sum(1)
     texts = torch.randint(0, 4, (B, T)), torch.randint(2, 6, (B, 9)).int()
-    check(Lookups(**options), texts, square)
+    check(Made(lookups, words=nn.Embedding(V, D, **options)), texts, square)
 
 
 def test_shared_positions() -> None:
     """A table [1, T] that all samples share, looked up for two texts."""
 
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, D)
+    def placed(m: Any, source: Tensor, target: Tensor) -> Tensor:
+        a, b = (m.table(torch.arange(t.shape[1])[None]) for t in (source, target))
+        return (source * a).sum(1) * (target * b).sum(1)
 
-        def forward(self, source: Tensor, target: Tensor) -> Tensor:
-            a, b = (self.table(torch.arange(t.shape[1])[None]) for t in (source, target))
-            return (source * a).sum(1) * (target * b).sum(1)
-
-    check(Positions(), (floats(B, T, D), floats(B, 9, D)), square)
+    check(Made(placed, table=nn.Embedding(9, D)), (floats(B, T, D), floats(B, 9, D)), square)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_shared_index_in_any_order(odd: int) -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(9, D)
+    def placed(m: Any, x: Tensor) -> Tensor:
+        indices = [torch.arange(T)[None], torch.tensor([[3, 1, 4, 1, 5, 0]])]
+        a, b = (m.table(index) for index in (indices[odd], indices[1 - odd]))
+        return (x * a).sin() * b
 
-        def forward(self, x: Tensor) -> Tensor:
-            indices = [torch.arange(T)[None], torch.tensor([[3, 1, 4, 1, 5, 0]])]
-            a, b = (self.table(index) for index in (indices[odd], indices[1 - odd]))
-            return (x * a).sin() * b
-
-    check(Positions(), floats(B, T, D), square)
-
-
-class Scale(nn.Module):
-    """A layer without a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = (nn.Parameter(torch.randn(D)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.sin() * self.scale + self.shift).cos()
+    check(Made(placed, table=nn.Embedding(9, D)), floats(B, T, D), square)
 
 
 def test_replayed() -> None:
-    check(Again(Scale()), floats(B, T, D), square)
+    """A layer without a kernel."""
+    of = lambda m, x: (x.sin() * m.scale + m.shift).cos()
+    layer = Made(of, scale=torch.randn(D), shift=torch.randn(D))
+    check(Again(layer), floats(B, T, D), square)
 
 
 def test_replayed_attention_of_torch() -> None:
@@ -257,48 +216,22 @@ def test_replayed_attention_of_torch() -> None:
     check(Again(layer), floats(B, T, D), square)
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2))
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        a, b = self.tower(left), self.tower(right)
-        return a.mean((2, 3)) * b.mean((2, 3))
-
-
-def test_convolutions() -> None:
-    check(Images(), (floats(B, 2, 6, 5), floats(B, 2, 6, 5)), square)
+@pytest.mark.parametrize("height", [6, 4], ids=["one size", "two sizes"])
+def test_convolutions(height: int) -> None:
+    tower = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2))
+    images = lambda m, a, b: m.tower(a).mean((2, 3)) * m.tower(b).mean((2, 3))
+    check(Made(images, tower=tower), (floats(B, 2, 6, 5), floats(B, 2, height, 5)), square)
 
 
 def test_transposed_convolutions() -> None:
     layer = nn.ConvTranspose1d(D, D, 4, stride=2, padding=1)
-
-    class Grows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).sin() * self.layer(x.cos())
-
-    check(Grows(), floats(B, D, T), square)
+    model = Made(lambda m, x: m.layer(x).sin() * m.layer(x.cos()), layer=layer)
+    check(model, floats(B, D, T), square)
 
 
 def test_transposed_convolution_of_two_output_sizes() -> None:
-    class Sizes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.ConvTranspose1d(D, 3, 2, stride=2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.layer(x, [12]).sin(), self.layer(x, [13])], 2)
-
-    check(Sizes(), floats(B, D, T), square)
-
-
-def test_convolution_of_two_sizes() -> None:
-    check(Images(), (floats(B, 2, 6, 5), floats(B, 2, 4, 5)), square)
+    sizes = lambda m, x: torch.cat([m.layer(x, [12]).sin(), m.layer(x, [13])], 2)
+    check(Made(sizes, layer=nn.ConvTranspose1d(D, 3, 2, stride=2)), floats(B, D, T), square)
 
 
 class Trident(nn.Module):

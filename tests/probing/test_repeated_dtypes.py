@@ -2,9 +2,11 @@
 """Parameters that a model uses several times, at half precision and under autocast."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from repeated_models import Again, B, D, T, Universal, V, square
 from tiny_models import scattered
@@ -62,17 +64,12 @@ def test_backward_under_autocast_of_a_forward_without_it() -> None:
 def test_calls_of_two_dtypes() -> None:
     """One call under autocast, one outside of it."""
 
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, D)
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+            y = m.layer(x).to(x.dtype)
+        return m.layer(torch.tanh(y))
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
-                y = self.layer(x).to(x.dtype)
-            return self.layer(torch.tanh(y))
-
-    model, x = Mixed(), torch.randn(B, T, D)
+    model, x = Made(mixed, layer=nn.Linear(D, D)), torch.randn(B, T, D)
     loop = loop_sqnorms(model, square, x, B)
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         square(model, x).backward()

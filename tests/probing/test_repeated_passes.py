@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import unseen
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -109,14 +110,6 @@ def test_no_output_is_used(x: Tensor) -> None:
 def test_an_output_without_a_gradient(x: Tensor) -> None:
     """Autograd hands the embedding no gradient at all; the other call still counts."""
 
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(7, D)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return Nothing.apply(self.words(ids)) + self.words(ids).sin()
-
     class Nothing(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -126,7 +119,8 @@ def test_an_output_without_a_gradient(x: Tensor) -> None:
         def backward(ctx: Any, dy: Tensor) -> None:
             return None
 
-    model, ids = Lookup(), torch.randint(0, 7, (B, T))
+    lookup = lambda m, ids: Nothing.apply(m.words(ids)) + m.words(ids).sin()
+    model, ids = Made(lookup, words=nn.Embedding(7, D)), torch.randint(0, 7, (B, T))
     loop = loop_sqnorms(model, square, ids, B)
     assert_norms(run(model, ids), loop)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import unseen
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -66,18 +67,10 @@ def assign(model: nn.Sequential) -> None:
     model.load_state_dict(state, assign=True)
 
 
-class Lora(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.a = base.requires_grad_(False), nn.Linear(5, 2, bias=False)
-        self.b = nn.Linear(2, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
 def add_lora(model: nn.Sequential) -> None:
-    model[0] = Lora(model[0])
+    a, b = nn.Linear(5, 2, bias=False), nn.Linear(2, 4, bias=False)
+    base = model[0].requires_grad_(False)
+    model[0] = Made(lambda m, x: m.base(x) + m.b(m.a(x)), base=base, a=a, b=b)
 
 
 CHANGES = [freeze, replace_parameter, replace_module, add_module, exclude, assign, add_lora]
