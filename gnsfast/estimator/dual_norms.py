@@ -128,7 +128,8 @@ class DualNorms(Side):
             modules = [name.rpartition(".")[0] for name in each.parameters]
             own = own.unflatten(1, (-1, NUMBERS))
             found = summarize_dual(metric, own, window.scalars, modules, each.left_out, decay)
-            scales[metric] = replace(found, noise_from=self._settings.noise_from)
+            of = "micro_batches" if self._settings.micro_batches else "samples"
+            scales[metric] = replace(found, noise_from=of)
         return replace(result, sign=scales.get("sign"), spectral=scales.get("spectral"))
 
     def state(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.attachment import Attachment
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.ledger import Ledger
+from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
@@ -65,6 +66,9 @@ class GradientNoiseScale:
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``largest()``. ``microbatch(ids=...)`` names them. States that are saved do not hold
             them.
+        unit: whose gradients are compared with that of the update: ``"sample"``, or
+            ``"micro_batch"``, each backward pass of each process. The second needs two of them in
+            an update and no norms of samples (``TwoBatchNoiseScale``).
 
     Each process must have whole samples, and processes average their gradients, as DDP and FSDP2
     do. All must call ``update()``, which sums one small vector over them. Tensor parallel layers
@@ -105,6 +109,7 @@ class GradientNoiseScale:
         noise_from: str = "samples",
         groups: Sequence[str] = (),
         keep_largest: int = 0,
+        unit: str = "sample",
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
@@ -118,7 +123,10 @@ class GradientNoiseScale:
             groups=ordered_names(groups),
             window=window,
             keep_largest=keep_largest,
+            unit=unit,
         )
+        if self._settings.by_gradients:
+            trained(unwrapped(model))
         self._attached: int | None = None
         self._attachment: Attachment | None = None
         self._forward_ended = False

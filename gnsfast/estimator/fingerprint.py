@@ -44,10 +44,10 @@ class Print(NamedTuple):
 class Fingerprint:
     """Looks at some gradients at the end of each pass, before the next one, and at ``update()``.
 
-    ``named`` are the parameters that the update under way looks at. ``leftover`` are the norms of
-    their gradients before its first pass, ``last`` is the print of the pass before. Without
-    ``is_read``, nobody reads ``.grad``, and nothing is compared. Gradients of ``hidden`` parameters
-    arrive in a way that no hook sees.
+    ``named`` are the parameters that the update under way looks at. ``before`` are the marks of
+    their gradients before the open pass, ``leftover`` their norms before the update's first one,
+    and ``last`` is the print of the pass before. Without ``is_read``, nobody reads ``.grad``, and
+    nothing is compared. Gradients of ``hidden`` parameters arrive in a way that no hook sees.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Fingerprint:
         self._after: list[checks.Mark] | None = (
             None  # of ``named``, when the update before had ended
         )
+        self.before: list[checks.Mark] = []
         self.leftover: Tensor | None = None
         self.last = Print([], None)
         self._now: Print | None = None
@@ -91,25 +92,26 @@ class Fingerprint:
             ObservationError: if gradients hold more than the passes of the update.
         """
         self._now, self._is_written = None, False
+        self.before = self._marks()
         if not first:
-            if self._is_read and self._marks() != self.last.marks:
+            if self._is_read and self.before != self.last.marks:
                 raise ObservationError(checks.BETWEEN)
             return
         if self._is_read and self._after is not None:
-            for name, old, now in zip(self.named, self._after, self._marks()):
+            for name, old, now in zip(self.named, self._after, self.before):
                 if old is not None and now == old:
                     raise ObservationError(
                         f"{name} still has the gradient of the last update. Call "
                         "optimizer.zero_grad() between gns.update() and the next micro-batch."
                     )
         self._updates += 1
-        if self._updates <= self._whole:
-            self.named = self._all
-        else:
-            self.named = self._turns[self._updates % len(self._turns)]
-            if self._suspects:
-                self.named = self.named | self._suspects
-        self.leftover = self.norms() if self._is_read else None
+        is_whole = self._updates <= self._whole
+        named = self._all if is_whole else self._turns[self._updates % len(self._turns)]
+        if self._suspects and not is_whole:
+            named = named | self._suspects
+        if named is not self.named:
+            self.named, self.before = named, checks.marks(named.values())
+        self.leftover = self.norms() if self._is_read and any(self.before) else None
 
     def begin_backward(self, arrived: Mapping[str, int]) -> None:
         """Notice writes since the last pass, as by ``zero_grad`` in a block, when few gradients

@@ -16,18 +16,27 @@ degrees of freedom in an update where single samples give n b - 1.
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gnsfast import reference
 from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.exchange import Window
+from gnsfast.estimator.records import Pass
 from gnsfast.estimator.settings import Settings
+from gnsfast.estimator.side import Side
+from gnsfast.following import Facts
+from gnsfast.functional import Documents
+from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import parameters_at_rest
-from gnsfast.probing import checks
-from gnsfast.tensors import is_dtensor
+from gnsfast.probing import ProbeSlab, Unit
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class Arrivals:
@@ -103,19 +112,140 @@ def measurable(
     }
 
 
-def refuse_numbers(p: Tensor, q: Tensor, scalars: Tensor, flags: Tensor, world: int) -> None:
-    """Raise if the numbers of updates of a ``TwoBatchNoiseScale`` cannot be those of their
-    micro-batches.
+class GradientSlab(ProbeSlab):
+    """In the place of probes: the squared norm of the gradient that a micro-batch brings to each
+    trained parameter, as it arrives.
     """
-    written, stale, another, one, square = flags.T
-    apart = world * square - one.square() > 1e-5 * one.square()
-    none = torch.zeros_like(one)
-    own = [written, stale, another, none, none, apart, none, none]
-    if wrong := checks.explain_flags(checks.Flags(*(float(flag.nansum()) for flag in own))):
-        raise ObservationError(wrong)
-    if bool((q > (1 + 1e-3) * scalars[:, 2] * p).any()):  # by Cauchy-Schwarz
-        raise ObservationError(
-            "The gradient of an update is larger than those of its micro-batches allow. A "
-            "backward pass ran outside of gns.microbatch, or grad_norm or scale is not that of "
-            "these gradients. With a gradient scaler pass grad_scaler=scaler."
-        )
+
+    def refresh(self) -> None:
+        self.parameters = trained(self.model)
+        self.units = [Unit(name, name.rpartition(".")[0]) for name in self.parameters]
+        self._arrivals = Arrivals(self.parameters, self._arrived)
+        self._own: dict[str, Tensor] = {}
+        self._is_waiting = False
+
+    def order(self, device: torch.device) -> Tensor:
+        return torch.arange(len(self.parameters), device=device)
+
+    @property
+    def left_out(self) -> list[str]:
+        return []
+
+    def lost(self) -> list[str]:
+        return []
+
+    def show(self, args: Any, kwargs: Any) -> None:
+        pass
+
+    def open(
+        self,
+        num_samples: int,
+        documents: Documents | None = None,
+        facts: Mapping[str, Facts] = {},
+        at_end: Callable[[], None] | None = None,
+        at_start: Callable[[], None] | None = None,
+        passes: int | None = None,
+        learned: Callable[[], None] | None = None,
+    ) -> None:
+        self._own, self._is_waiting = {}, False
+        self._at_end, self._at_start = at_end, at_start
+        self._arrivals.start()
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        if not self._is_waiting:  # the first gradient, which is not yet added to ``.grad``
+            self._is_waiting = True
+            if self._at_start is not None:
+                self._at_start()
+            engine = torch.autograd.Variable._execution_engine
+            # DDP finishes its gradients in a callback. One that another queues comes after it.
+            engine.queue_callback(lambda: engine.queue_callback(self._end))
+        if grad.device.type == "cpu":  # where torch's own norm is 1e-3 low at 16.8M elements
+            self._own[name] = reference.sqnorm(grad)
+        else:
+            norm = torch.linalg.vector_norm(grad, dtype=accumulate_dtype(grad.dtype))
+            self._own[name] = norm.double().square()
+
+    def _end(self) -> None:
+        self._is_waiting = False
+        if self._at_end is not None:
+            self._at_end()
+
+    @property
+    def is_reached(self) -> bool:
+        return bool(self._own)
+
+    @property
+    def idle(self) -> list[str]:
+        return [name for name in self.parameters if name not in self._own]
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (1,) * len(self.parameters)
+
+    def read(self) -> None:
+        pass
+
+    def sums(self, measure: int = 0) -> list[Tensor]:
+        device = next(iter(self.parameters.values())).device
+        none = torch.zeros(3, dtype=torch.float64, device=device)
+        rows = [none] * len(self.parameters)
+        for k, name in enumerate(self.parameters):
+            if name in self._own:
+                sqnorm = self._own[name].to(device, torch.float64)
+                rows[k] = torch.stack([sqnorm, none[0], none[0] + 1])
+        return [torch.stack(rows)]
+
+    def sample_sqnorms(self) -> list[Tensor]:
+        return []
+
+    def refuse_unseen(self, names: list[str]) -> None:
+        if names:
+            raise ObservationError(
+                f"{names[0]}.grad changed in a pass in which autograd brought it no gradient, as "
+                "by a fused kernel that adds to it. The gradient of the micro-batch is then not "
+                "known. Freeze the parameter, or switch that kernel off."
+            )
+
+    def close(self) -> None:
+        self._at_end = self._at_start = None
+        self._arrivals.stop()
+
+    def forget(self) -> None:
+        self._own = {}
+
+
+def weights_of_units(scalars: Tensor) -> Tensor:
+    """W in the place of U₂ in ``loss_factors.microbatch_scalars``."""
+    return torch.cat([scalars[:6], scalars[4:5].square(), torch.zeros_like(scalars[:1])])
+
+
+class MicroBatches(Side):
+    """What is said of numbers that come from gradients of micro-batches."""
+
+    name = "micro_batches"
+
+    @staticmethod
+    def is_asked(settings: Settings) -> bool:
+        return settings.by_gradients
+
+    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
+        if len(passes) * self.setup.processes.world < 2:
+            raise ObservationError(
+                "TwoBatchNoiseScale compares the gradients of the backward passes of an update, "
+                "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients "
+                "with a gns.microbatch block for each pass, or train with more processes. "
+                "GradientNoiseScale with unit='sample' measures a single pass."
+            )
+
+    def added(
+        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
+    ) -> NoiseScale:
+        p, passes = window.p.sum(1), window.scalars[:, 2]
+        if bool((window.whole > (1 + 1e-3) * passes * p).any()):  # by Cauchy-Schwarz
+            raise ObservationError(
+                "The gradient of an update is larger than those of its micro-batches allow. A "
+                "backward pass ran outside of gns.microbatch, or grad_norm or scale is not that of "
+                "these gradients. With a gradient scaler pass grad_scaler=scaler."
+            )
+        used = (p + window.whole).isfinite() & (passes > 1)
+        return replace(result, noise_from="micro_batches", passes=int(passes[used].sum()))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gnsfast.estimator.exchange import Exchange, Seen, Shares, another_norm
 from gnsfast.estimator.fingerprint import rewritten
+from gnsfast.estimator.micro_batch_noise import weights_of_units
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
@@ -58,8 +59,9 @@ class Numbers:
         seen_U6 = whole_U.new_zeros(len(updates), len(Seen._fields))
         for u, update in enumerate(updates):
             if not update.by_probe or update.norm is not None:
-                q_UK[u], whole_U[u], seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
-                seen_U6[u] = torch.stack([*seen])
+                q, whole, seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
+                seen_U6[u] = torch.stack([*seen])  # first: it may hold a view of ``whole_U``
+                q_UK[u], whole_U[u] = q, whole
         sides_UE = p_UK.new_zeros(len(updates), 0)
         if self._sides:
             rows = ([side.numbers(each, self.device) for side in self._sides] for each in updates)
@@ -105,14 +107,16 @@ class Numbers:
         audited = [k for k, each in enumerate(passes) if each.arrived]
         if not audited:
             return
-        for k, found in zip(audited, sums_K2P[..., audited].permute(2, 1, 0)):
-            self._audit.add(found, passes[k].arrived)
+        self._audit.add(
+            sums_K2P[..., audited].permute(2, 1, 0), [passes[k].arrived for k in audited]
+        )
 
     def _scalars(self, each: Pass) -> Tensor:
-        return loss_factors.block_scalars(
+        found = loss_factors.block_scalars(
             *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
             *(self._settings.loss_reduction, self._settings.local, self.device),
         )
+        return weights_of_units(found) if self._settings.by_gradients else found
 
     def _vector(self, values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)

@@ -19,6 +19,7 @@ from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
 from gnsfast.estimator.largest import Largest
+from gnsfast.estimator.micro_batch_noise import GradientSlab, MicroBatches
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
@@ -46,7 +47,7 @@ from gnsfast.probing import (
 )
 from gnsfast.tensors import is_dtensor
 
-SIDES: tuple[type[Side], ...] = (AdamMetric, DualNorms, GroupMeasure, Largest)
+SIDES: tuple[type[Side], ...] = (MicroBatches, AdamMetric, DualNorms, GroupMeasure, Largest)
 """What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
@@ -67,7 +68,7 @@ class Observer:
         self._passes: list[Pass] = []  # of the update under way
         self._watch: GradientWatch | None = None  # of the open pass
         self._read: gradients.Sqnorms | None = None
-        s, slab = settings, ProbeSlab(model)
+        s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
         self._slab, self._proof = slab, slab.followed.batches.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
@@ -80,7 +81,7 @@ class Observer:
             refuse([*s.features(), TENSOR_PARALLEL])
         setup = Setup(self.model, slab, s, self.processes, self.device)
         self.sides = {kind.name: kind(setup) for kind in asked}
-        self._has_agreed = self.processes.world == 1
+        self._has_agreed = self.processes.world == 1 or s.by_gradients
         self.unseen: Counter[str] = Counter()
         self._bind()
 
@@ -93,7 +94,7 @@ class Observer:
             checks.refuse_nothing(slab.followed)
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
-        self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]
+        self.left_out = slab.left_out
         spread = fsdp_degrees(self.model)
         self._replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
@@ -103,7 +104,7 @@ class Observer:
         self.given = GivenNorm(self.parameters, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
         self._where = self.device if self.processes.world > 1 else torch.device("cpu")
-        self.audit = Audit(self.names, self._where)
+        self.audit = Audit([] if s.by_gradients else self.names, self._where)
 
     def settle(self) -> None:
         """Make what depends on which parameters have norms on all stages. With stages every process
@@ -123,9 +124,7 @@ class Observer:
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
-        proof = self._slab.followed.batches.proof
-        covered = {leaf.name for leaf in self._slab.followed.structure.covered}
-        lost = [name for name in self.names if name not in covered]
+        proof, lost = self._slab.followed.batches.proof, self._slab.lost()
         if not lost:
             self._proof = proof
             return
@@ -209,7 +208,7 @@ class Observer:
             )
         if Followed.of(self.model) is not self._slab.followed:
             raise ObservationError(
-                "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
+                "Parameters were moved, frozen, unfrozen or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged. Call gns.reset()."
             )
         if self._slab.followed.batches.proof is not self._proof:  # another block has shown it
@@ -235,8 +234,7 @@ class Observer:
         block = Block(len(self._passes), num_samples, groups, ids, update)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
-        slab.open(slots, documents, facts, self.pass_over, begins, passes)
-        slab.followed.batches.call_when_learned(self._learned)
+        slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)
         self.slab, self._split = slab, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
@@ -246,18 +244,18 @@ class Observer:
             side.start()  # after the watch, which does not audit parameters with hooks
 
     def _watch_gradients(self) -> None:
-        parameters = self._slab.parameters
+        prints, parameters = self.prints, self._slab.parameters
         self._audited = self.audit.next(not self._passes)
         audited = {name: parameters[name] for name in self._audited}
         try:
-            self._watch = GradientWatch(self.prints.named, audited, self._by_marks)
+            self._watch = GradientWatch(prints.named, audited, self._by_marks, prints.before)
         except RuntimeError:
             self.discard()
             raise
 
     def show(self, args: Any, kwargs: Any) -> None:
         """Show the batch of the open micro-batch, before the model gets it."""
-        self._slab.followed.batches.show(args, kwargs)
+        self._slab.show(args, kwargs)
 
     def _begin_backward(self) -> None:
         """Look at the gradients of earlier passes when backward begins."""
@@ -280,15 +278,10 @@ class Observer:
     def discard(self) -> None:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
-            self.slab.close()
-            for side in self.sides.values():
-                side.stop()
-            self.slab.forget()
+            self._stop()
+            self._slab.forget()
             self.audit.undo(self._audited)
-            if self._watch is not None:
-                self._watch.stop()
         self._drop()
-        self.slab, self._watch = None, None
         self.prints.finish()
 
     def _drop(self) -> None:
@@ -297,81 +290,83 @@ class Observer:
             self.audit.undo(each.arrived)
         self._passes = []
 
-    def close(
+    def close(self, *given: Any) -> None:
+        """Take what backward left in the probes and add it to the update. ``given`` are the
+        arguments of the block, and the passes of a pipeline.
+        """
+        try:
+            self._passes.append(self._closed(*given))
+        except (ObservationError, ValueError):
+            self.discard()
+            raise
+
+    def _closed(
         self,
         num_samples: int,
         tokens: int | Tensor | None,
         scale: float | Tensor | None,
         pipeline: PipelinePasses | None = None,
-    ) -> None:
-        """Take what backward left in the probes and add it to the update."""
+    ) -> Pass:
         slab, watch = self.slab, self._watch
         assert slab is not None and watch is not None
         passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
-        try:
-            loss_factors.check_passes(num_samples, passes, tokens)
-            slab.read()
-            if self.names and not self.reached():
-                raise ObservationError(NO_BACKWARD)
-            if pipeline is not None:
-                gradients.refuse_unscaled_stage(self.settings.grad_scaler)
-            if self._split:
-                refuse_context_parallel(always=True)
-        except (ObservationError, ValueError):
-            self.discard()
-            raise
-        rows, uses = slab.sums(), slab.uses
-        each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
-        samples = slab.sample_sqnorms() if each else []
-        slab.close()
-        watch.stop()
-        for side in self.sides.values():
-            side.stop()
-        left = {name: side.passed() for name, side in self.sides.items()}
-        self.slab = None
-        if not self.prints.is_over:
-            self.pass_over()
+        loss_factors.check_passes(num_samples, passes, tokens)
+        slab.read()
+        if self.names and not self.reached():
+            raise ObservationError(NO_BACKWARD)
+        if pipeline is not None:
+            gradients.refuse_unscaled_stage(self.settings.grad_scaler)
+        if self._split:
+            refuse_context_parallel(always=True)
         if self._passes:
             self._refuse_next(divided, tokens is not None)
-        try:
-            self.prints.close()
-        except ObservationError:
-            self.discard()
-            raise
-        idle, unseen = slab.idle, []
+        rows, uses, idle = slab.sums(), slab.uses, slab.idle
+        each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
+        samples = slab.sample_sqnorms() if each else []
+        self._stop()
+        left = {name: side.passed() for name, side in self.sides.items()}
+        if not self.prints.is_over:
+            self.pass_over()
+        unseen = [name for name in idle if watch.sees(name) and watch.has_arrived(name)]
         for name in idle:
             if not watch.sees(name):
                 self.prints.suspect(name)
-            elif watch.has_arrived(name):
-                unseen.append(name)
-        self._passes.append(
-            Pass(
-                rows=rows,
-                uses=uses,
-                num_samples=num_samples,
-                passes=passes,
-                tokens=kept(tokens),
-                scale=1.0 if scale is None else kept(scale),
-                divided=divided,
-                loss_scale=self._loss_scale(),
-                samples=samples,
-                left=left,
-                arrived=watch.norms,
-                idle={*idle}.difference(unseen),
-                unseen=unseen,
-            )
+        self.prints.close()
+        slab.refuse_unseen(unseen)
+        return Pass(
+            rows=rows,
+            uses=uses,
+            num_samples=num_samples,
+            passes=passes,
+            tokens=kept(tokens),
+            scale=1.0 if scale is None else kept(scale),
+            divided=divided,
+            loss_scale=self._loss_scale(),
+            samples=samples,
+            left=left,
+            arrived=watch.norms,
+            idle={*idle}.difference(unseen),
+            unseen=unseen,
         )
+
+    def _stop(self) -> None:
+        """Make the model what it was."""
+        if self.slab is not None:
+            self.slab.close()
+            for side in self.sides.values():
+                side.stop()
+        if self._watch is not None:
+            self._watch.stop()
+        self.slab = self._watch = None
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
         """Raise if one more micro-batch of the update does not fit those before it."""
         if divided != 1.0:
-            self.discard()
             raise ObservationError(
                 "The schedule divides all gradients after its step, and so those of earlier steps "
                 "again. For several steps in an update create it with scale_grads=False."
             )
-        if lengths != (self._passes[-1].tokens is not None):
-            self.discard()
+        if lengths != (self._passes[-1].tokens is not None) and not self.settings.by_gradients:
             raise ValueError("tokens must be given for all micro-batches or for none")
 
     def finish(self, grad_norm: float | Tensor | None) -> Update:
@@ -389,7 +384,8 @@ class Observer:
         by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
-            self._refuse_hooks()
+            if not s.by_gradients:  # they are seen as hooks have left them
+                self._refuse_hooks()
             sqnorms = gradients.grad_sqnorms(self.parameters, self.processes)
             if not sqnorms.indices:
                 raise ObservationError(checks.GONE)

@@ -10,6 +10,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
     """The properties of the model and the settings to which measurements belong."""
     s = observer.settings
     return {
+        "unit": s.unit,
         "parameters": [unit.parameter for unit in observer.units],
         "left_out": list(observer.left_out),
         "units": [(unit.parameter, unit.module) for unit in observer.units],
@@ -27,7 +28,8 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
 def refuse_other(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise ValueError for a state of another model or of other settings."""
     for key, ours in identity.items():
-        theirs = state.get(key)
+        # States that are older than units were of samples, or had other keys.
+        theirs = state.get(key, "sample" if key == "unit" and "units" in state else None)
         if theirs == ours:
             continue
         if isinstance(ours, list) and isinstance(theirs, list):

@@ -38,6 +38,7 @@ class Settings:
     window: int = 64
     noise_from: str = "samples"  # whose spread is the noise in dual norms
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
+    unit: str = "sample"
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
@@ -45,10 +46,18 @@ class Settings:
         check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
         if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
             raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
-        if self.micro_batches and not self.dual:
+        check_choice("unit", self.unit, ("sample", "micro_batch"))
+        if self.micro_batches and not (self.dual or self.by_gradients):
             raise ValueError(
                 "noise_from='micro_batches' needs metric='sign' or metric='spectral'. For the "
-                "Euclidean noise scale of micro-batches use gnsfast.TwoBatchNoiseScale(model)."
+                "Euclidean noise scale of micro-batches use GradientNoiseScale(model, "
+                "unit='micro_batch'), which is gnsfast.TwoBatchNoiseScale(model)."
+            )
+        of_samples = self.groups or self.keep_largest or self.optimizer is not None
+        if self.by_gradients and (self.local or of_samples):
+            raise ValueError(
+                "unit='micro_batch' compares micro-batches, and looks at no single sample: leave "
+                "out source='local', groups, keep_largest and metric='adam'"
             )
         if self.local and self.stages is not None:
             raise ValueError(
@@ -107,12 +116,17 @@ class Settings:
     @property
     def by_probe(self) -> bool:
         """Whether |G|² of an update of one micro-batch on one process comes from the probes."""
-        return self.source == "auto" and not self.dual
+        return self.source == "auto" and not self.dual and not self.by_gradients
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether p comes from the gradients of micro-batches, and there are no probes."""
+        return self.unit == "micro_batch"
 
     @property
     def micro_batches(self) -> bool:
         """Whether dual norms compare micro-batches and processes instead of single samples."""
-        return self.noise_from == "micro_batches"
+        return self.noise_from == "micro_batches" or self.by_gradients
 
     @property
     def takes_norm(self) -> bool:

@@ -85,6 +85,12 @@ def microbatch_scalars(
         return torch.stack(
             [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
         )
+    return _vector(parts, device)
+
+
+@functools.lru_cache(64)
+def _vector(parts: tuple[float, ...], device: torch.device) -> Tensor:
+    """It is made once for all updates of the same kind: nobody writes to it."""
     return torch.tensor(parts, dtype=torch.float64).to(device, non_blocking=True)
 
 
@@ -104,7 +110,8 @@ def block_scalars(
     """``microbatch_scalars`` summed over the ``passes`` equal micro-batches of a block."""
     n = num_samples // passes
     if passes == 1 or tokens is None:
-        return passes * microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
+        found = microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
+        return found if passes == 1 else passes * found
     check_passes(num_samples, passes, tokens)
     assert isinstance(tokens, Tensor)
     parts = [

@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -37,6 +37,7 @@ class GradientWatch:
     their marks tell. With ``by_marks`` the others have none either where ``.grad`` is None: once it
     is there, a gradient has arrived. Where it was there before, it may be written to without one,
     by ``zero_grad`` or by a write to a buffer that several share. A hook takes 4 µs in a pass.
+    ``marks`` are those of ``parameters``, if they are known.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class GradientWatch:
         parameters: Mapping[str, nn.Parameter],
         audited: Mapping[str, nn.Parameter],
         by_marks: bool = False,
+        marks: list[checks.Mark] | None = None,
     ) -> None:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
         self._parameters = parameters
-        self._before = dict(zip(parameters, checks.marks(parameters.values())))
+        marks = checks.marks(parameters.values()) if marks is None else marks
+        self._before = dict(zip(parameters, marks))
         self._hooked: set[str] = set()
         self._handles: list[RemovableHandle] = []
         try:
@@ -142,32 +145,39 @@ class Audit:
         first = {name: None for name in names if name in self._left}
         self._left = first | self._left
 
-    def add(self, sums: Tensor, norms: Mapping[str, list[Tensor]]) -> None:
-        """Add a pass. ``sums`` [2, names] holds for each parameter the sum of the samples' squared
-        norms, and the squared norm of their sum; ``norms`` those of the gradients that arrived.
+    def add(self, sums_A2K: Tensor, norms: Sequence[Mapping[str, list[Tensor]]]) -> None:
+        """Add A passes. ``sums_A2K`` holds the sum of the samples' squared norms of each parameter,
+        and the squared norm of their sum; ``norms`` those of the gradients that arrived in each.
         """
-        if not norms:
-            return
+        A, _, K = sums_A2K.shape
         device = self._found.device
-        of = [k for k, each in enumerate(norms.values()) for _ in each]
-        squares = [n.to(device) for each in norms.values() for n in each]
-        real = self._found.new_zeros(len(norms))
-        if squares:
-            places = torch.tensor(of).to(device, non_blocking=True)
-            real.index_add_(0, places, torch.stack(squares).double().square())
-        rows = [self._index[name] for name in norms]
-        index = torch.tensor(rows).to(device, non_blocking=True)
-        samples, ours = sums[:, index]
-        whole = sums[0].sum().expand_as(real)
-        new = torch.stack([ours, real, samples, whole])
-        old = self._found[:, index]
-        # Not finite: an overflow, which a gradient scaler skips.
-        finite = new.isfinite().all(0)
-        worse = finite & (_discrepancy(new) >= _discrepancy(old))
-        self._found[:, index] = torch.where(worse, new, old)
-        if new.is_cpu:  # else ``check`` knows later
-            for name, enough in zip(norms, (finite & (ours > 0)).tolist()):
-                if enough:
+        audited = [k * K + self._index[name] for k, own in enumerate(norms) for name in own]
+        arrived = [
+            (k * K + self._index[name], norm.to(device))
+            for k, own in enumerate(norms)
+            for name, each in own.items()
+            for norm in each
+        ]
+        real = self._found.new_full((A * K,), torch.nan)
+        real[torch.tensor(audited).to(device, non_blocking=True)] = 0.0
+        if arrived:
+            places, found = zip(*arrived)
+            squares = torch.stack(found).double().square()
+            real.index_add_(0, torch.tensor(places).to(device, non_blocking=True), squares)
+        samples, ours = sums_A2K.unbind(1)
+        whole = samples.sum(1, True).expand_as(samples)
+        new_4AK = torch.stack([ours, real.view(A, K), samples, whole])
+        # Not finite: not audited, or an overflow, which a gradient scaler skips.
+        finite_AK = new_4AK.isfinite().all(0)
+        of_pass = torch.where(finite_AK, _discrepancy(new_4AK), -torch.inf).flip(0)
+        worst, back = of_pass.max(0)
+        index = (A - 1 - back).expand(4, 1, K)
+        worse = worst >= _discrepancy(self._found)
+        self._found = torch.where(worse, new_4AK.gather(1, index)[:, 0], self._found)
+        if device.type == "cpu":  # else ``check`` knows later
+            enough = (finite_AK & (ours > 0)).any(0).tolist()
+            for name in {name for own in norms for name in own}:
+                if enough[self._index[name]]:
                     self._left.pop(name, None)
                 elif name in self._left:
                     self._begin()

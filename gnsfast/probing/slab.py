@@ -3,7 +3,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,23 @@ class ProbeSlab:
         return torch.tensor(found, dtype=torch.int64, device=device)
 
     @property
+    def left_out(self) -> list[str]:
+        """The trained parameters that have no norms."""
+        return [leaf.name for leaf in self.followed.leaves if leaf.left_out]
+
+    def lost(self) -> list[str]:
+        """Those that a batch has shown to have no norms since ``refresh``."""
+        covered = {leaf.name for leaf in self.followed.structure.covered}
+        return [name for name in self.parameters if name not in covered]
+
+    def refuse_unseen(self, names: list[str]) -> None:
+        """Raise at the end of a pass if gradients arrived unseen, where that is known so early."""
+
+    def show(self, args: Any, kwargs: Any) -> None:
+        """Show the batch of the open pass, before the model gets it."""
+        self.followed.batches.show(args, kwargs)
+
+    @property
     def idle(self) -> list[str]:
         """The parameters that backward did not reach."""
         rows = self.rows
@@ -77,17 +94,19 @@ class ProbeSlab:
 
     def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
         B = self.num_samples
-        own = [self.rows_of(leaf) for leaf in leaves]
+        found = self.rows  # one look at each leaf: this is the longest loop of a pass
+        own = [found[leaf] if leaf in found else self.rows_of(leaf) for leaf in leaves]
         if self._measures > 1:
             own = [rows[measure : measure + 1] for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
-        samples, rest = grad.split_with_sizes([B, grad.shape[1] - B], 1)
-        return torch.cat([samples.sum(1, True, dtype=torch.float64), rest[:, :2].double()], 1)
+        samples, rest, _ = grad.split_with_sizes([B, 2, grad.shape[1] - B - 2], 1)
+        return torch.cat([samples.sum(1, True, dtype=torch.float64), rest.double()], 1)
 
     @property
     def uses(self) -> tuple[int, ...]:
         """How many uses of each parameter the pass had, all passes of a pipeline together."""
-        return tuple([max(leaf.expected, 1) * self._passes for leaf in self.leaves])
+        passes = self._passes
+        return tuple([(leaf.expected or 1) * passes for leaf in self.leaves])
 
     def groups(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
@@ -161,13 +180,15 @@ class ProbeSlab:
         at_end: Callable[[], None] | None = None,
         at_start: Callable[[], None] | None = None,
         passes: int | None = None,
+        learned: Callable[[], None] | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
         ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
         beside the norms. ``at_end`` is called after each backward pass and its averages over
         processes, ``at_start`` when the first one has reached a probe. ``passes``: in a pipeline so
-        many passes of ``num_samples`` samples follow.
+        many passes of ``num_samples`` samples follow. ``learned`` is called when a batch has shown
+        something.
         """
         self.refuse_batch_statistics()
         self.num_samples, self._passes, self.rows = num_samples, passes or 1, {}
@@ -179,6 +200,8 @@ class ProbeSlab:
         self._closes.atexit = False
         self._watch_end(at_end)
         self._at_start = at_start
+        if learned is not None:
+            self.followed.batches.call_when_learned(learned)
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end = at_end

@@ -122,6 +122,18 @@ def test_as_single_samples_where_each_is_a_micro_batch() -> None:
     assert b.excess == (1.0, 1.0) == a.excess
 
 
+def test_with_a_dual_norm() -> None:
+    """Both are of the same units, with the numbers that each has by itself."""
+    model, data = Everything().double(), draw()
+    both = gnsfast.GradientNoiseScale(model, unit="micro_batch", metric="sign")
+    sign = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
+    found = run(model, both, data)
+    assert found.noise_scale == run(model, TwoBatchNoiseScale(model), data).noise_scale
+    assert found.sign is not None and found.sign.noise_from == "micro_batches"
+    alone = run(model, sign, data).sign
+    assert alone is not None and found.sign.noise_scale == pytest.approx(alone.noise_scale)
+
+
 def test_what_is_said() -> None:
     model, data = Everything().double(), draw()
     found = run(model, TwoBatchNoiseScale(model), data)

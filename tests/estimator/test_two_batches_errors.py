@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnsfast import ObservationError, TwoBatchNoiseScale
+from gnsfast import GradientNoiseScale, ObservationError, TwoBatchNoiseScale
 
 
 def make() -> tuple[nn.Module, TwoBatchNoiseScale]:
@@ -176,6 +176,25 @@ def test_a_gradient_that_autograd_did_not_bring() -> None:
             value.backward()
 
 
+def test_what_units_allow() -> None:
+    """A hook may rewrite a gradient, and only some micro-batches may count tokens."""
+    model, gns = make()
+    x = torch.randn(4, 3, 4)
+    for factor in (1.0, 0.5):
+        gns.reset()
+        handle = model[0].weight.register_hook(lambda grad, by=factor: by * grad)  # type: ignore[operator]
+        for k in range(4):
+            with gns.microbatch(3, scale=0.25, tokens=None if k % 2 else 3):
+                (model(x[k]).square().sum(1).mean() / 4).backward()
+        gns.update()
+        model.zero_grad()
+        handle.remove()
+        found = gns.compute().per_module["0"].trace
+        if factor == 1.0:
+            want = found
+    assert found < want
+
+
 def test_frozen_later() -> None:
     model, gns = make()
     update(model, gns)
@@ -212,6 +231,36 @@ def test_arguments() -> None:
         with gns.microbatch(0):
             pass
     assert str(gns.compute()).startswith("noise scale not measured yet")
+
+
+def test_what_needs_single_samples_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    adam = {"metric": "adam", "optimizer": torch.optim.Adam(model.parameters())}
+    for options in ({"source": "local"}, {"groups": ["a", "b"]}, adam):
+        with pytest.raises(ValueError, match="unit='micro_batch' .* no single sample"):
+            GradientNoiseScale(model, unit="micro_batch", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unit must be"):
+        GradientNoiseScale(model, unit="batch")
+
+
+def test_states_of_another_unit() -> None:
+    """Those that are older than ``unit`` are of samples."""
+    model, two = make()
+    update(model, two)
+    one = GradientNoiseScale(model)
+    update(model, one)
+    with pytest.raises(ValueError, match="made with unit='micro_batch'"):
+        one.load_state_dict(two.state_dict())
+    with pytest.raises(ValueError, match="made with unit='sample'"):
+        two.load_state_dict(one.state_dict())
+    older = one.state_dict()
+    del older["unit"], older["unseen"]
+    again = GradientNoiseScale(model)
+    again.load_state_dict(older | {"touched": {"0.weight": 2}})
+    assert again.compute() == one.compute()
+    with pytest.raises(ValueError, match="made with unit=None"):
+        two.load_state_dict({"two_batches": True, "parameters": ["0.weight"]})
+    assert two.compute().updates == 1
 
 
 def test_every_window_and_state() -> None:
