@@ -61,6 +61,8 @@ def owners(x: Tensor, leaf: Leaf, step: Step | None = None) -> Tensor | None:
     """The samples of rows that the data have chosen from those of the batch; None where neither an
     example, whose ``step`` it is, nor a shape shows it.
     """
+    if leaf.starts is None and leaf.samples == 1:
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     found = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
     if found is None:
         return None
