@@ -212,9 +212,8 @@ NOT_COMPILED = (
 def _transformed(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function inside of a transform, where no sample can be seen."""
     for t in pytree.tree_leaves((args, kwargs)):
-        expression = expression_of(t)
-        for leaf in expression.leaves if expression is not None else ():
-            leaf.fail("a transform of torch.func, such as vmap, takes it")
+        if (expression := expression_of(t)) is not None:
+            expression.fail("a transform of torch.func, such as vmap, takes it")
     with unfollowed():
         return func(*args, **kwargs)
 
@@ -254,8 +253,7 @@ def _note_penalties(losses: Any) -> None:
     """Note the parameters of losses that are made of parameters alone."""
     for loss in (losses,) if isinstance(losses, Tensor) else losses:
         if (expression := expression_of(loss)) is not None:
-            for leaf in expression.leaves:
-                leaf.fail(OF_NO_SAMPLE)
+            expression.fail(OF_NO_SAMPLE)
 
 
 OF_NO_SAMPLE = (
@@ -271,9 +269,9 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
     if func == _GRAD:  # it has a graph after ``create_graph=True``
         return out
-    if isinstance(out, Tensor) and out.grad_fn is not None and (e := expression_of(args[0])):
-        for leaf in e.leaves if not compiling() else ():  # such as ``w.real``
-            leaf.fail(f"{name_of(func)} of a parameter is not followed")
+    if isinstance(out, Tensor) and out.grad_fn is not None and not compiling():  # as ``w.real``
+        if (expression := expression_of(args[0])) is not None:
+            expression.fail(f"{name_of(func)} of a parameter is not followed")
     return out
 
 
@@ -283,8 +281,7 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
     for i in call.others:
         t = call.leaves[i]
         if step is not None:
-            place = step.arguments[i] if i < len(step.arguments) else UNKNOWN
-            found[i] = SHARED if place is None else place  # a parameter's, which is left out now
+            found[i] = step.argument(i) or SHARED  # None for a parameter that is left out now
         else:
             found[i] = (guessed(t, leaf) or UNKNOWN) if t.ndim else SHARED
     return found

@@ -154,7 +154,7 @@ def broadcast(
     elif call.name == "expand_as":
         layout = places[call.others[0]]
     else:
-        layout = step.results[0] if step.results else UNKNOWN
+        layout = step.result(0)
     values = [leaves[i] for i in call.own]
     if isinstance(layout, Chosen):
         if len(shape) < 2 or shape[0] != len(layout.owner_N):

@@ -187,9 +187,8 @@ def embedding(
 
 
 def _fail_by_frequency(weight: Any) -> None:
-    expression = expression_of(weight)
-    for leaf in expression.leaves if expression is not None else ():
-        leaf.fail("scale_grad_by_freq divides its gradient by what the whole batch holds")
+    if (expression := expression_of(weight)) is not None:
+        expression.fail("scale_grad_by_freq divides its gradient by what the whole batch holds")
 
 
 def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:

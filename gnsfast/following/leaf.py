@@ -29,6 +29,14 @@ class Step(NamedTuple):
     copies: int | None = None
     chosen: frozenset[int] = frozenset()
 
+    def argument(self, i: int) -> Place | None:
+        """Where the samples lie in argument number ``i``."""
+        return self.arguments[i] if i < len(self.arguments) else UNKNOWN
+
+    def result(self, k: int) -> Place:
+        """Where the samples lie in result number ``k``."""
+        return self.results[k] if k < len(self.results) else UNKNOWN
+
     def is_like(self, other: "Step") -> bool:
         """Whether the samples lie in the same way, of any number of rows."""
         return _any_rows(self) == _any_rows(other)
@@ -309,6 +317,11 @@ class Expression:
             if self.kind != SAME or not all(others):
                 leaf.joined = True
             leaf.spans.append(LINK if by_link else self.span)
+
+    def fail(self, why: str) -> None:
+        """Note that the norms of all its leaves would be wrong in this pass."""
+        for leaf in self.leaves:
+            leaf.fail(why)
 
     def is_linked(self, name: str) -> bool:
         """Whether a use by function ``name`` makes or takes the links of a tie."""

@@ -88,8 +88,7 @@ def leave(expression: Expression, part: Part, use: object) -> None:
     """Leave a part of the norms of a joined parameter. ``use`` tells one use from all others."""
     leaf = expression.leaves[0]
     if use in leaf.parts:
-        for each in expression.leaves:
-            each.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
+        expression.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
     leaf.parts[use] = expression, part
 
 

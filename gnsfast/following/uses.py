@@ -12,7 +12,7 @@ from torch import Tensor
 from gnsfast import combinations
 from gnsfast.following import packed
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout
+from gnsfast.following.layouts import FIRST, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
     SAME,
@@ -315,7 +315,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
         owner_N = packed.owners_to_save(x, leaf, step) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)
     if step is not None:
-        found = step.arguments[place] if place < len(step.arguments) else UNKNOWN
+        found = step.argument(place)
     if leaf.starts is not None:
         return packed.place_of(found, x, leaf)
     if step is None:
