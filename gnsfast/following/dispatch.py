@@ -54,6 +54,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.packed import guessed
 from gnsfast.following.replay import replay
+from gnsfast.tensors import writes
 
 
 class Tracked(Tensor):
@@ -305,12 +306,12 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None
     if not (eager or call.name in COMPILED):
         return NotImplemented
     before = [call.leaves[i]._version for i in call.own] if eager else []
-    if eager and call.is_in_place:
+    is_written = eager and writes(call.name)
+    if is_written:
         call.keep_first()
     as_now = call.as_now() if eager else nullcontext
     out = call.run()
-    is_written = eager and [call.leaves[i]._version for i in call.own] != before
-    is_written |= eager and call.is_in_place
+    is_written |= eager and [call.leaves[i]._version for i in call.own] != before
     found = {each.index: each for e in call.expressions for each in e.leaves}
     leaves = tuple(found[k] for k in sorted(found))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gnsfast import functional
+from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of
 from gnsfast.following.uses import Use, again, bare, begin, in_rows, trained
@@ -406,7 +407,7 @@ def cross_entropy(
     x: Tensor, weight: Any, labels: Tensor, *, bias: Any = None, **options: Any
 ) -> Any:
     """``functional.linear_cross_entropy(x, weight, labels)``"""
-    takes = _in_order if not options.get("shift") else _in_shifted_order
+    takes = partial(_in_order, shift=bool(options.get("shift")))
     use = begin("linear_cross_entropy", x, (weight, bias), takes)
     if use is None:
         return NotImplemented
@@ -415,19 +416,15 @@ def cross_entropy(
     return functional.linear_cross_entropy(x, bare(weight), labels, links=links, **own)
 
 
-def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:
     """The labels lie as the rows do, so packed documents must lie in their order. It knows no links
-    of documents to other uses of its weight.
+    of documents to other uses of its weight. A ``shift`` of the labels is along their last
+    dimension, which must not hold the samples.
     """
     in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    alone = not leaf.links and not leaf.uses
-    return in_rows(x, layout, leaf) and (leaf.starts is None or (in_order and alone))
-
-
-def _in_shifted_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """Labels are shifted along their last dimension, which must not hold the samples."""
-    first = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    return first and _in_order(x, layout, leaf)
+    is_plain = leaf.starts is None or not (leaf.links or leaf.uses)
+    needs_order = shift or leaf.starts is not None
+    return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -441,14 +438,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return functional.attention(q, k, v, probe=probe, **options)
 
 
-_PRODUCTS = torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__
 _CONVS = F.conv1d, F.conv2d, F.conv3d
 _TRANSPOSED = F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.addmm: addmm,
-    **dict.fromkeys(_PRODUCTS, product),
+    **dict.fromkeys(PRODUCTS, product),
     torch._grouped_mm: grouped_mm,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,

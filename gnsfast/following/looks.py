@@ -25,7 +25,7 @@ from gnsfast.following.functions import (
 )
 from gnsfast.following.layouts import Layout, Owners, Print, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
-from gnsfast.tensors import tensors_of
+from gnsfast.tensors import tensors_of, writes
 
 
 class Seen(NamedTuple):
@@ -118,8 +118,7 @@ class Look(TorchFunctionMode):
                 found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
             if leaves:
                 of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
-            is_written = name[-1] == "_" and name[-2:] != "__"
-            if of_data and is_written and isinstance(arguments[0], Tensor):
+            if of_data and writes(name) and isinstance(arguments[0], Tensor):
                 _mark(arguments[0], data)
             for t in found:
                 if of_data:
