@@ -30,22 +30,25 @@ from gnsfast.tensors import tensors_of, writes
 
 class Seen(NamedTuple):
     """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
-    tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
-    ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
-    mode. ``owners`` are the samples of rows that an index has chosen, and ``number_N`` says
-    what is in each. ``is_ragged``: the data have chosen its rows.
+    tensors, None for parameters and other values. ``of_data``: one of them was made from the batch.
+    ``has_grad``: it was called in grad mode. ``owners`` are the samples of rows that an index has
+    chosen, and ``number_N`` says what is in each. ``is_ragged``: the data have chosen its rows.
     """
 
     name: str
     arguments: list[Print | None]
-    results: list[Print | None]
+    results: list[Print]
     of_data: bool
-    is_data: tuple[list[bool], list[bool]]
     copies: int | None
     has_grad: bool
     owners: Owners | None
     number_N: Tensor | None
     is_ragged: bool
+
+    @property
+    def tensors(self) -> list[Print | None]:
+        """The prints of its arguments, and of its results."""
+        return [*self.arguments, *self.results]
 
 
 class Look(TorchFunctionMode):
@@ -156,22 +159,19 @@ class Look(TorchFunctionMode):
         owners = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
             owners = owners_of(x, leaf.samples)
-        active = (
-            [_is_data(mark) and _is_active(t) for t, mark in zip(arguments, marks)],
-            [of_data and _is_active(t) for t in results],
-        )
         tensors = (t for t in (*arguments, *results) if isinstance(t, Tensor))
         self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
         self.seen.setdefault(leaf, []).append(
             Seen(
                 name,
                 [
-                    Print.of(t) if isinstance(t, Tensor) and not isinstance(m, Leaf) else None
-                    for t, m in zip(arguments, marks)
+                    None
+                    if isinstance(mark, Leaf) or not isinstance(t, Tensor)
+                    else Print.of(t, _is_data(mark) and _is_active(t))
+                    for t, mark in zip(arguments, marks)
                 ],
-                [Print.of(t) for t in results],
+                [Print.of(t, of_data and _is_active(t)) for t in results],
                 of_data,
-                active,
                 None if copied is None else copied.dim,
                 torch.is_grad_enabled(),
                 owners,
