@@ -214,7 +214,7 @@ class Batches:
         """Note that a module runs, whose calls of functions are counted from its start."""
         running = self._structure.running
         for leaf in () if running.modules else leaves:
-            leaf.functions = 0
+            leaf.found.functions = 0
         running.modules.add(module)
         running.is_known = True
 
@@ -228,10 +228,11 @@ class Batches:
     def _fail_in_another_order(self) -> None:
         """Note which parameters of those whose steps are told by their order have others now."""
         for leaf in self._ordered:
-            if leaf.functions and leaf.functions != len(leaf.steps):
+            number, before = leaf.found.functions, len(leaf.steps)
+            if number and number != before:
                 leaf.fail(
-                    f"{leaf.functions} functions take it, and in the first batch {len(leaf.steps)} "
-                    "did, in some of which the samples lie in another way"
+                    f"{number} functions take it, and in the first batch {before} did, in some of "
+                    "which the samples lie in another way"
                 )
 
     def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -440,7 +441,8 @@ class Batches:
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
         """Run the model for our own ends, and then let the user's pass begin."""
         model, inside = self._structure.model, self._structure.running.modules
-        used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
+        # What other parts of the model have found:
+        used = [(leaf, leaf.found, leaf.twin) for leaf in leaves if leaf.found.uses]
         outside = model not in inside
         inside.add(model)
         self.is_learning = True
@@ -455,8 +457,10 @@ class Batches:
             self._passes.begin(self._passes.asked, leaves)
             if outside:
                 inside.discard(model)
-            for leaf, state in used.items():
-                vars(leaf).update(state)
+            for leaf, found, twin in used:
+                leaf.found = found
+                if leaf.is_sharded:  # else it has kept the twin
+                    leaf.twin = twin
 
     def _see_documents_apart(self, args: Any, kwargs: Any) -> None:
         """Raise if packed documents attend to each other."""

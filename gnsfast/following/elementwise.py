@@ -214,8 +214,8 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
     if isinstance(layout, Chosen):
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression
-    y = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
-    return y
+    spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
+    return spread
 
 
 def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:

@@ -147,8 +147,8 @@ def _links(weight: Any) -> tuple[functional.Link, ...]:
     leaf = expression.leaves[0]
     if not leaf.is_tied or weight is not leaf.current or again():
         return ()
-    leaf.is_taken = True
-    return leaf.links
+    leaf.found.is_taken = True
+    return leaf.found.links
 
 
 def embedding(
@@ -172,16 +172,16 @@ def embedding(
     if max_norm is not None:
         _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
-    if tied and leaf.is_taken and compiling():
+    if tied and leaf.found.is_taken and compiling():
         return NotImplemented
-    links = leaf.links if tied else ()
+    links = leaf.found.links if tied else ()
 
     def looked_up(ids: Tensor) -> Tensor:
         y, link = functional.embedding(
             ids, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
         )
         if link is not None:
-            leaf.links = (*leaf.links, link)
+            leaf.found.links = (*leaf.found.links, link)
         return y
 
     return use.run(looked_up, input)
@@ -422,7 +422,7 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bo
     dimension, which must not hold the samples.
     """
     in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    is_plain = leaf.starts is None or not (leaf.links or leaf.uses)
+    is_plain = leaf.starts is None or not (leaf.found.links or leaf.found.uses)
     needs_order = shift or leaf.starts is not None
     return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)
 

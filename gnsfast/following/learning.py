@@ -49,7 +49,7 @@ class Learned(NamedTuple):
             chosen[step.name] = chosen.get(step.name, NO_ROWS) | step.chosen
         for leaf in leaves:
             leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
-            leaf.functions = 0
+            leaf.found.functions = 0
             leaf.chosen = leaf.chosen | chosen
 
     def joined(self, other: "Learned | None") -> "Learned":
@@ -186,11 +186,12 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
 
 def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     """Call number ``k`` of another pass, if it is the same function."""
+
+    def kind(call: Seen) -> tuple[str, int, int]:
+        return call.name, len(call.arguments), len(call.results)
+
     calls = look.seen.get(leaf, []) if look is not None else []
-    found = calls[k] if k < len(calls) else None
-    same = found is not None and found.name == like.name
-    same = same and len(found.arguments) == len(like.arguments) if found else False
-    return found if found and same and len(found.results) == len(like.results) else None
+    return next((call for call in calls[k : k + 1] if kind(call) == kind(like)), None)
 
 
 def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> Step:
@@ -209,9 +210,9 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
     for k, t in enumerate(call.tensors):
         if t is not None and t.is_active and places[k] == SHARED:
             places[k] = _as_others(first, t.shape, n)
-    own = len(call.arguments)
-    results = tuple(p for p in places[own:] if p is not None)
-    return Step(call.name, tuple(places[:own]), results, call.copies)
+    given = len(call.arguments)
+    results = tuple(p for p in places[given:] if p is not None)
+    return Step(call.name, tuple(places[:given]), results, call.copies)
 
 
 def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:

@@ -134,7 +134,7 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
     with structure.as_it_was():
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
         for leaf in leaves:
-            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
         drew = structure.on_any(structure.chance() != before)
         reason = DRAWS if drew and how != TOGETHER else ""  # a sample alone draws other numbers
         is_alone = how != APART and not reason
@@ -174,7 +174,7 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
 
 
 def _failed(leaves: list[Leaf]) -> dict[str, str]:
-    return {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+    return {leaf.name: leaf.found.failed for leaf in leaves if leaf.found.failed}
 
 
 def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
@@ -260,7 +260,7 @@ def refuse_mixed_documents(
             for leaf, own in passes.rows(leaves).items():
                 norms = own[0, :samples]
                 mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
-                if mixed and not (leaf.failed or leaf.left_out):
+                if mixed and not (leaf.found.failed or leaf.left_out):
                     raise ObservationError(
                         f"{type(model).__name__}: the packed documents attend to each other, as "
                         f"the gradients of {leaf.name} show. The attention mask must be "
