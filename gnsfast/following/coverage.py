@@ -107,12 +107,10 @@ def coverage(model: nn.Module) -> Coverage:
             rows.append(CoverageRow(name, 0, "", False, None, why))
             continue
         leaf = leaves.get(name)
-        if leaf is None:
-            rows.append(CoverageRow(name, p.numel(), "frozen", False, None, ""))
-            continue
-        why = leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
-        if why:
-            rows.append(CoverageRow(name, p.numel(), "", False, None, why))
+        why = "" if leaf is None else leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
+        if leaf is None or why:
+            route = "frozen" if leaf is None else ""
+            rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue
         last = followed.passes.last
         observed = None if last is None else leaf in last[1]

@@ -73,9 +73,7 @@ class Tracked(Tensor):
 class Measured(nn.Parameter):
     """A trainable parameter while a block is open."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = Tracked.__dict__["__torch_function__"]
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         if id(self) not in memo:
@@ -194,7 +192,7 @@ def prepare_compiler() -> None:
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         eval_frame = torch._C._dynamo.eval_frame
         skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        own: Any = Measured.__torch_function__, Tracked.__torch_function__, Tracked.detach
+        own: Any = Tracked.__torch_function__, Tracked.detach
         for function in own:
             eval_frame.set_code_exec_strategy(function.__code__, skip)
         config = torch.compiler.config

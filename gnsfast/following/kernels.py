@@ -108,9 +108,7 @@ class _Reordered(torch.autograd.Function):
         return torch.empty_like(g).index_copy_(0, order_N, g), None
 
 
-def _reordered(x: Tensor, order_N: Tensor) -> Tensor:
-    y: Tensor = _Reordered.apply(x, order_N)
-    return y
+_reordered: Callable[[Tensor, Tensor], Tensor] = _Reordered.apply
 
 
 def grouped_mm(

@@ -96,7 +96,7 @@ class Look(TorchFunctionMode):
             if is_transformed():
                 return func(*args, **kwargs)
             if name in QUERIES:
-                return _queried(func, args, kwargs, name)
+                return _queried(func, args, kwargs)
             if name == "__getitem__" and isinstance(_mark_of(args[0]), Leaf):
                 args = numbered(args)
             arguments = [*_values(args, kwargs)]
@@ -119,7 +119,7 @@ class Look(TorchFunctionMode):
             elif hasattr(out, "__next__"):
                 out = iter(found := list(out))
             else:
-                found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+                found = tensors_of(out)
             if leaves:
                 of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
             if of_data and writes(name) and isinstance(arguments[0], Tensor):
@@ -221,7 +221,7 @@ def _is_active(t: Tensor) -> bool:
     return t.requires_grad if torch.is_grad_enabled() else t.is_floating_point()
 
 
-def _queried(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function without a gradient. That of data is data."""
     out = func(*args, **kwargs)
     if isinstance(out, Tensor) and isinstance(mark := _mark_of(args[0]), Mark):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions without a kernel: one of them is run again in backward, for each sample alone."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from gnsfast.following.leaf import Leaf, Step
 from gnsfast.following.packed import guessed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan, backward_pass
-from gnsfast.tensors import accumulate_dtype
+from gnsfast.tensors import accumulate_dtype, tensors_of
 
 
 class Replay:
@@ -58,35 +57,29 @@ class Replay:
 
     def rows(self, dys: tuple[Tensor | None, ...]) -> list[Tensor]:
         """The probe rows of each expression. Those of joined uses are zeros, and left as parts."""
-        held: list[list[Tensor]] = [[] for _ in self.expressions]
-        for b in range(self.samples):
-            for own, g, i in zip(held, self.gradients(b, dys), self.own):
-                like = self.leaves[i]
-                g = torch.zeros_like(like) if g is None else g
-                g = g.to_dense() if g.is_sparse else g
-                own.append(g.to(accumulate_dtype(like.dtype)).reshape(1, 1, -1))
-        return [
-            self._row(number, torch.cat(own) if own else None) for number, own in enumerate(held)
+        held = [
+            t.new_zeros(self.samples, 1, t.numel(), dtype=accumulate_dtype(t.dtype))
+            for t in (self.leaves[i] for i in self.own)
         ]
+        for b in range(self.samples):
+            for g_B1P, g in zip(held, self.gradients(b, dys)):
+                if g is not None:
+                    g_B1P[b, 0] = (g.to_dense() if g.is_sparse else g).flatten()
+        return [self._row(number, g_B1P) for number, g_B1P in enumerate(held)]
 
-    def _row(self, number: int, g_B1P: Tensor | None) -> Tensor:
+    def _row(self, number: int, g_B1P: Tensor) -> Tensor:
         expression, like = self.expressions[number], self.leaves[self.own[number]]
-        if g_B1P is None:
-            g_B1P = like.new_zeros(0, 1, like.numel(), dtype=accumulate_dtype(like.dtype))
         if expression.is_parted:
             if is_wanted([expression]):
-                leave(expression, Dense(_sample_of(g_B1P, like.shape)), (self, number))
+                own = Dense(lambda b: g_B1P[b].reshape(like.shape))
+                leave(expression, own, (self, number))
             return torch.zeros_like(expression.leaves[0].probe)
         return reduced(g_B1P, Plan(**flat(expression.facts(like))), g_B1P.dtype)[1]
 
 
-def _sample_of(g_B1P: Tensor, shape: torch.Size) -> Callable[[int], Tensor]:
-    return lambda b: g_B1P[b].reshape(shape)
-
-
 def _with_gradient(results: Any) -> list[Tensor]:
     """The tensors among ``results`` that need a gradient."""
-    return [t for t in _flatten(results) if t.requires_grad]
+    return [t for t in tensors_of(results) if t.requires_grad]
 
 
 class _Replayed(torch.autograd.Function):
@@ -122,11 +115,6 @@ def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     return pytree.tree_map(lambda t: new.get(id(t), t), results)
 
 
-def _flatten(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a result."""
-    return (t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
-
-
 def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
@@ -135,7 +123,7 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     drawn = chance_of(leaves)
     out = call.run()
     drew = B > 1 and chance_of(leaves) != drawn
-    flat = [*_flatten(out)]
+    flat = tensors_of(out)
     if not any(t.requires_grad for t in flat):
         return out
     is_written = versions != [*map(_version, leaves)] or any(t is x for t in flat for x in leaves)
