@@ -47,7 +47,7 @@ from gnsfast.following.leaf import (
     Span,
     Step,
     compiling,
-    expression_of,
+    fail,
     first_leaf,
     twin_of,
     unfollowed,
@@ -160,7 +160,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if (opened := OPENED.get(func)) is not None:
         if func is torch.autograd.backward:
-            _note_penalties(args[0])
+            fail(args[0], OF_NO_SAMPLE)
         return opened(*args, **kwargs)
     if not compiling() and is_transformed():
         return _transformed(func, args, kwargs)
@@ -210,9 +210,7 @@ NOT_COMPILED = (
 
 def _transformed(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function inside of a transform, where no sample can be seen."""
-    for t in pytree.tree_leaves((args, kwargs)):
-        if (expression := expression_of(t)) is not None:
-            expression.fail("a transform of torch.func, such as vmap, takes it")
+    fail((args, kwargs), "a transform of torch.func, such as vmap, takes it")
     with unfollowed():
         return func(*args, **kwargs)
 
@@ -248,13 +246,6 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     return replay(call, step, places, leaf)
 
 
-def _note_penalties(losses: Any) -> None:
-    """Note the parameters of losses that are made of parameters alone."""
-    for loss in (losses,) if isinstance(losses, Tensor) else losses:
-        if (expression := expression_of(loss)) is not None:
-            expression.fail(OF_NO_SAMPLE)
-
-
 OF_NO_SAMPLE = (
     "a loss is made of parameters, and perhaps of means over the batch, and belongs to no sample. "
     "If it is the weight of a loss, multiply the loss of each sample by it, before the mean"
@@ -269,8 +260,7 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     if func == _GRAD:  # it has a graph after ``create_graph=True``
         return out
     if isinstance(out, Tensor) and out.grad_fn is not None and not compiling():  # as ``w.real``
-        if (expression := expression_of(args[0])) is not None:
-            expression.fail(f"{name_of(func)} of a parameter is not followed")
+        fail(args[0], f"{name_of(func)} of a parameter is not followed")
     return out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gnsfast import functional
 from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
-from gnsfast.following.leaf import Leaf, compiling, expression_of
+from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.uses import Use, again, bare, begin, in_rows, trained
 
 
@@ -159,16 +159,13 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding(input, weight, padding_idx)``"""
-    if scale_grad_by_freq:
-        _fail_by_frequency(weight)
-    if scale_grad_by_freq or sparse:
+    if _is_by_frequency(weight, scale_grad_by_freq) or sparse:
         return NotImplemented
     use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
     if use is None:
         return NotImplemented
     leaf, _, plan, probe = use
-    if max_norm is not None:
-        _renormalise(weight, input, max_norm, norm_type)
+    _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
     if tied and leaf.found.is_taken and compiling():
         return NotImplemented
@@ -185,15 +182,18 @@ def embedding(
     return use.run(looked_up, input)
 
 
-def _fail_by_frequency(weight: Any) -> None:
-    if (expression := expression_of(weight)) is not None:
-        expression.fail("scale_grad_by_freq divides its gradient by what the whole batch holds")
+def _is_by_frequency(weight: Tensor, scale_grad_by_freq: bool) -> bool:
+    """Whether no sample has a gradient of its own, which is an error then."""
+    if scale_grad_by_freq:
+        fail(weight, "scale_grad_by_freq divides its gradient by what the whole batch holds")
+    return scale_grad_by_freq
 
 
-def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
-    """What torch does to the rows ``ids`` before it looks them up."""
-    with torch.no_grad():
-        torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
+def _renormalise(weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float) -> None:
+    """What torch does to the rows ``ids`` before it looks them up, if they have a ``max_norm``."""
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
 
 
 def layer_norm(
@@ -376,9 +376,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``F.embedding_bag(input, weight, offsets, mode=mode)``, where each bag is a sample."""
-    if scale_grad_by_freq:
-        _fail_by_frequency(weight)
-    if mode == "max" or scale_grad_by_freq or sparse:
+    if _is_by_frequency(weight, scale_grad_by_freq) or mode == "max" or sparse:
         return NotImplemented
     bags = input
     if offsets is not None:  # there is one offset for each bag
@@ -387,8 +385,7 @@ def embedding_bag(
     use = begin("embedding_bag", bags, (weight,), place=place, has_plan=False)
     if use is None:
         return NotImplemented
-    if max_norm is not None:
-        _renormalise(weight, input, max_norm, norm_type)
+    _renormalise(weight, input, max_norm, norm_type)
     return functional.embedding_bag(
         input,
         bare(weight),

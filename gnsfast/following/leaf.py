@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
@@ -407,6 +408,15 @@ def twin_of(leaf: Leaf) -> Tensor:
 def expression_of(t: Any) -> Expression | None:
     """What a tensor made of parameters alone is made of; None for any other value."""
     return getattr(t, "_gnsfast", None)
+
+
+def fail(tree: Any, why: str) -> None:
+    """Note that the norms of the parameters in ``tree``, and of those that tensors in it are made
+    of, would be wrong in this pass.
+    """
+    for t in pytree.tree_leaves(tree):
+        if (expression := expression_of(t)) is not None:
+            expression.fail(why)
 
 
 def first_leaf(expressions: list[Expression]) -> Leaf:
