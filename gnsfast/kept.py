@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gnsfast.tensors import is_dtensor
+from gnsfast.tensors import is_dtensor, writes
 
 
 @contextmanager
@@ -95,7 +95,7 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if (name[-1:] == "_" and name[-2:] != "__") or name == "__set__" or "out" in kwargs:
+        if writes(name) or "out" in kwargs:
             first = args[0] if args else None
             written = first if isinstance(first, (list, tuple)) else (first,)
             for t in (*written, kwargs.get("out")):

@@ -51,6 +51,17 @@ def whole(t: Any) -> Any:
     return t.full_tensor() if is_dtensor(t) else t
 
 
+def writes(name: str) -> bool:
+    """Whether the function of torch with this name writes to its first argument."""
+    return name in IN_PLACE if name.endswith("__") else name.endswith("_")
+
+
+IN_PLACE = frozenset(("__setitem__", "__set__")) | frozenset(
+    f"__i{name}__"
+    for name in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
+)
+
+
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 

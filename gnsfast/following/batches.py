@@ -9,8 +9,9 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
 from gnsfast.following.examples import FEW, Example
 from gnsfast.following.hooks import Hook
+from gnsfast.following.later import Later
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
@@ -30,6 +32,20 @@ from gnsfast.following.structure import Structure, own_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import collectives, shared
 from gnsfast.tensors import tensors_of
+
+
+@dataclass
+class _Block:
+    """What belongs to an open block: the model or the wrapper of it that is called, what that got,
+    or the function that the user gave to ``run`` in its place.
+    """
+
+    caller: Any = no_method
+    batch: Any = None
+    run: Callable[..., Any] | None = None
+    hooks: list[Any] = field(default_factory=list)
+    part_hooks: list[Any] = field(default_factory=list)
+    on_learned: Callable[[], Callable[[], None] | None] = no_method
 
 
 class Batches:
@@ -49,21 +65,11 @@ class Batches:
         self._learned: Learned | None = None
         self._ordered: list[Leaf] = []
         self._is_joint = False  # its forward pass needs the other processes
-        self._few, self._again, self._late = FEW, 0, AGAIN
-        self._proven_sizes: set[Any] = set()
-        self._wrong_later: dict[str, str] = {}
-        self._sizes: list[float] = []
-        self._now_sizes: list[float] = []
+        self._few, self._later = FEW, Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._holders: tuple[frozenset[int], list[nn.Module]] = frozenset(), []
-        # Of the open block:
-        self._caller: Any = no_method
-        self._batch: Any = None  # what the model got
-        self._run: Callable[..., Any] | None = None
-        self._hooks: list[Any] = []
-        self._part_hooks: list[Any] = []
-        self._on_learned: Callable[[], Callable[[], None] | None] = no_method
+        self._block = _Block()
 
     @property
     def is_begun(self) -> bool:
@@ -72,28 +78,42 @@ class Batches:
 
     def call_when_learned(self, learned: Callable[[], None]) -> None:
         """Call ``learned``, a method, when a batch of the open block has shown something."""
-        self._on_learned = weakref.WeakMethod(learned)
+        self._block.on_learned = weakref.WeakMethod(learned)
 
     def watch(self, caller: nn.Module) -> None:
         """See what ``caller``, the model or a wrapper of it, gets from here on, and its parts."""
-        self._caller = weakref.ref(caller)
-        self._hook_before(caller, self._before)
-        self._hooks.append(caller.register_forward_hook(Hook(self._after)))
+        self._block.caller = weakref.ref(caller)
+        self._hook_before(caller, lambda _, args, kwargs: self.show(args, kwargs))
+        self._hook_after(caller)
         for part in self._parts:
-            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter)))
-            self._hooks.append(part.register_forward_hook(Hook(self._after)))
+            self._hook_before(part, self._enter, needs_grad=False)
+            self._hook_after(part)
         for m in self._holders_of_unseen() if self.is_learned else ():
             self._hook_before(m, self._before_unseen)
         model = self._structure.model
         for m in () if self.is_learned else model.modules():
             is_known = m is model or m in self._looked
             if not (is_known or isinstance(m, torch.jit.ScriptModule)):
-                self._part_hooks.append(self._hook_before(m, self._before_part))
+                self._block.part_hooks.append(self._hook_before(m, self._before_part))
 
-    def _hook_before(self, module: nn.Module, run: Callable[..., Any]) -> Any:
-        hook = module.register_forward_pre_hook(Hook(run), with_kwargs=True, prepend=True)
-        self._hooks.append(hook)
+    def _hook_before(
+        self, module: nn.Module, run: Callable[..., Any], needs_grad: bool = True
+    ) -> Any:
+        """Call ``run`` before ``module`` runs in a pass of the user, in any mode unless it
+        ``needs_grad``.
+        """
+
+        def before(*given: Any) -> None:
+            if not (self.is_learning or torch.compiler.is_compiling()):
+                if torch.is_grad_enabled() or not needs_grad:
+                    run(*given)
+
+        hook = module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True)
+        self._block.hooks.append(hook)
         return hook
+
+    def _hook_after(self, module: nn.Module) -> None:
+        self._block.hooks.append(module.register_forward_hook(Hook(self._after)))
 
     def _holders_of_unseen(self) -> list[nn.Module]:
         """The modules that hold parameters which no batch has shown in use."""
@@ -106,21 +126,9 @@ class Batches:
 
     def end(self) -> None:
         """End what a block began."""
-        for hook in self._hooks:
+        for hook in self._block.hooks:
             hook.remove()
-        self._hooks.clear()
-        self._part_hooks.clear()
-        self._structure.given = []
-        self._caller = self._on_learned = no_method
-        self._batch = None
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn from the first batch, before the model gets it, and see that a batch has as many
-        samples as the block.
-        """
-        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self.show(args, kwargs)
+        self._block, self._structure.given = _Block(), []
 
     def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
         """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
@@ -130,48 +138,29 @@ class Batches:
             SampleShapeError: if none of its tensors has as many samples as the block.
         """
         structure, documents = self._structure, self._passes.asked.documents
-        self._enter_with(structure.leaves, self._caller())
-        self._run, self._batch = run, (args, kwargs)
+        self._run_begins(self._block.caller(), structure.leaves)
+        self._block.run, self._block.batch = run, (args, kwargs)
         structure.given = _no_tensors(args, kwargs)
         given = tensors_of((args, kwargs))
         self._refuse_shapes(given)
         if documents is None:
-            self._note_growth(given)
-            self._look_again()
-        self._fail_wrong()
+            self._later.see(given)
+            if self._may_learn_again and self._later.are_due(self.proof):
+                self._learn_again()
+        self._later.fail_wrong()
         self.learn(structure.model, args, kwargs)
         if documents is not None and not self._is_apart:
             self._see_documents_apart(args, kwargs)
 
     @property
-    def _is_several(self) -> bool:
-        """Whether the batch of the open block has several samples."""
-        return self._passes.asked.samples > 1
-
-    def _look_again(self) -> None:
-        """Prove it with a later batch too: with those after the first one if it gave a parameter no
-        gradient, later if one has got its first gradient, and if the batch has another size, or the
-        model another mode.
+    def _may_learn_again(self) -> bool:
+        """Whether the batch of the open block can show more than the first one: it has several
+        samples, and its passes need no other process.
         """
-        if self._learned is None or self._groups or self._is_joint or not self._is_several:
-            return
-        size = self._size(self._now_sizes)
-        others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
-        again = self._again and self.proof.unproven
-        late = not again and self._late and self._has_first_gradient()
-        if others or again or late:
-            self._again, self._late = self._again - bool(again), self._late - bool(late)
-            self._proven_sizes.add(size)
-            self._learn_again()
-
-    def _size(self, sizes: list[float]) -> tuple[Any, ...]:
-        """What tells a batch from those that have proven it."""
-        return self._structure.model.training, self._passes.asked.samples, *sizes
-
-    def _has_first_gradient(self) -> bool:
-        """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
-        silent, (B, last) = self.proof.silent, self._passes.last or (0, {})
-        return any(leaf.name in silent and bool(rows[0, :B].any()) for leaf, rows in last.items())
+        samples, _, documents = self._passes.asked
+        is_known = self._learned is not None and self._block.batch is not None
+        alone = samples < 2 or documents is not None
+        return is_known and not (alone or self._groups or self._is_joint)
 
     def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -199,33 +188,11 @@ class Batches:
         found = (_rows_of(t.shape, documents.tokens) for t in given)
         return next((rows for rows in found if rows), 0)
 
-    def _note_growth(self, given: list[Tensor]) -> None:
-        """Note how much longer than in the first batch the samples of this batch are."""
-        sizes = _sizes(given, self._passes.asked.samples)
-        if sizes == self._now_sizes or len(sizes) != len(self._sizes):
-            return
-        self._now_sizes = sizes
-        ratios = {new / old for new, old in zip(sizes, self._sizes) if old}
-        growth = frozenset({1.0} | ratios | {r * r for r in ratios})
-        for leaf in self._structure.leaves:
-            leaf.growth = growth
-
     def _before_unseen(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn again when the model comes to a module that the batches before did not reach."""
-        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        alone = self._passes.asked.documents is not None or not self._is_several
-        if self._batch is None or self._groups or self._is_joint or alone:
-            return
-        if module in self._holders_of_unseen():
+        if self._may_learn_again and module in self._holders_of_unseen():
             self._learn_again()
-            self._fail_wrong()
-
-    def _fail_wrong(self) -> None:
-        """Note which parameters a later batch has shown to be wrong."""
-        for leaf in self._structure.covered if self._wrong_later else ():
-            if leaf.name in self._wrong_later:
-                leaf.fail(self._wrong_later[leaf.name])
+            self._later.fail_wrong()
 
     @property
     def _unseen(self) -> list[Leaf]:
@@ -235,22 +202,19 @@ class Batches:
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
-        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
         # What gets no tensor, such as a parametrization, shows nothing.
         if any(True for _ in tensors_of((args, kwargs))):
             self.learn(module, args, kwargs)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a part that is called by itself runs."""
-        if not self.is_learning and not torch.compiler.is_compiling():
-            self._enter_with(self._structure.leaves_of(module), module)
+        self._run_begins(module, self._structure.leaves_of(module))
 
-    def _enter_with(self, leaves: list[Leaf], module: nn.Module) -> None:
+    def _run_begins(self, module: nn.Module, leaves: Sequence[Leaf] = ()) -> None:
         """Note that a module runs, whose calls of functions are counted from its start."""
         running = self._structure.running
         for leaf in () if running.modules else leaves:
-            leaf.functions = 0
+            leaf.found.functions = 0
         running.modules.add(module)
         running.is_known = True
 
@@ -258,16 +222,17 @@ class Batches:
         """Note that the model, or a part, has run."""
         if not self.is_learning and not torch.compiler.is_compiling():
             self._structure.running.modules.discard(module)
-            if module is self._caller() and torch.is_grad_enabled():
+            if module is self._block.caller() and torch.is_grad_enabled():
                 self._fail_in_another_order()
 
     def _fail_in_another_order(self) -> None:
         """Note which parameters of those whose steps are told by their order have others now."""
         for leaf in self._ordered:
-            if leaf.functions and leaf.functions != len(leaf.steps):
+            number, before = leaf.found.functions, len(leaf.steps)
+            if number and number != before:
                 leaf.fail(
-                    f"{leaf.functions} functions take it, and in the first batch {len(leaf.steps)} "
-                    "did, in some of which the samples lie in another way"
+                    f"{number} functions take it, and in the first batch {before} did, in some of "
+                    "which the samples lie in another way"
                 )
 
     def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -300,7 +265,7 @@ class Batches:
             if not self._groups:  # the next batch may show more
                 return
         looked = weakref.WeakSet(self._looked)
-        self._see(module, args, kwargs, samples)
+        self._see(module, args, kwargs)
         if n and self._groups:
             example = examples[0] if examples else Example.of(args, kwargs, samples)
             example = example or Example.without_samples(args, kwargs, n)
@@ -324,7 +289,7 @@ class Batches:
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
         _report(module, leaves, found)
-        if (call := self._on_learned()) is not None:
+        if (call := self._block.on_learned()) is not None:
             call()
 
     def _examples(self, args: Any, kwargs: Any, samples: int) -> list[Example]:
@@ -339,27 +304,24 @@ class Batches:
         found = (Example.of(args, kwargs, samples, n) for n in sizes)
         return [example for example in found if example is not None]
 
-    def _see(self, module: nn.Module, args: Any, kwargs: Any, samples: int) -> None:
+    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module is learnt, with all that it calls."""
         model = self._structure.model
         self._looked.update(module.modules())
         if module is model:
             self.is_learned = True
             if self._passes.asked.documents is None:
-                given = tensors_of((args, kwargs))
-                self._sizes = _sizes(given, samples)
-                self._proven_sizes = {self._size(self._sizes)}
-                self._note_growth(given)
+                self._later.begin(tensors_of((args, kwargs)))
         else:
             self._parts.add(module)
-            self._enter_with([], module)
-            self._hooks.append(module.register_forward_hook(Hook(self._after)))
+            self._run_begins(module)
+            self._hook_after(module)
             more = (m for m in model.modules() if m is not model and m not in self._looked)
             self.is_learned = not any(self._structure.leaves_of(m) for m in more)
         if self.is_learned:
-            for hook in self._part_hooks:
+            for hook in self._block.part_hooks:
                 hook.remove()
-            self._part_hooks.clear()
+            self._block.part_hooks.clear()
 
     def _join(self, found: Proof) -> None:
         """Take over the proof of the model, or of one part more."""
@@ -368,11 +330,12 @@ class Batches:
     def _learn_again(self) -> None:
         """Prove it with this batch too, and learn the parameters that no batch has used."""
         structure, passes, unseen = self._structure, self._passes, self._unseen
-        args, kwargs = self._batch
+        args, kwargs = self._block.batch
         samples = passes.asked.samples
         example = Example.of(args, kwargs, samples, self._few)
-        if example is None or self._learned is None:
+        if example is None:
             return
+        assert self._learned is not None
         model, leaves = structure.model, structure.leaves
         with self._looking(leaves):
             passes.begin(Asked(example.n))
@@ -383,14 +346,12 @@ class Batches:
             batch = Example.of(args, kwargs, samples, samples) or example
             trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
-        self._wrong_later |= proof.wrong
-        before, self.proof = self.proof.silent, self.proof.later(proof)
-        if self.proof.silent < before:  # more gates may open
-            self._late = AGAIN
+        self.proof = self._later.added(self.proof, proof)
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
-        return self._run if self._run is not None and module is self._structure.model else module
+        run = self._block.run
+        return run if run is not None and module is self._structure.model else module
 
     def _learned_from(
         self,
@@ -436,8 +397,8 @@ class Batches:
                 leaf.left_out = UNCLEAR
             self.is_half |= learned.is_half
             if not is_part:
-                self._few, self._again = example.n, AGAIN
-                self._learned, self.is_by_run = learned, self._run is not None
+                self._few, self._learned = example.n, learned
+                self.is_by_run = self._block.run is not None
                 self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
             if structure.on_any(not is_own):
                 return Proof("a process has no batch of several samples")
@@ -480,7 +441,8 @@ class Batches:
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
         """Run the model for our own ends, and then let the user's pass begin."""
         model, inside = self._structure.model, self._structure.running.modules
-        used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
+        # What other parts of the model have found:
+        used = [(leaf, leaf.found, leaf.twin) for leaf in leaves if leaf.found.uses]
         outside = model not in inside
         inside.add(model)
         self.is_learning = True
@@ -495,8 +457,10 @@ class Batches:
             self._passes.begin(self._passes.asked, leaves)
             if outside:
                 inside.discard(model)
-            for leaf, state in used.items():
-                vars(leaf).update(state)
+            for leaf, found, twin in used:
+                leaf.found = found
+                if leaf.is_sharded:  # else it has kept the twin
+                    leaf.twin = twin
 
     def _see_documents_apart(self, args: Any, kwargs: Any) -> None:
         """Raise if packed documents attend to each other."""
@@ -514,9 +478,6 @@ UNCLEAR = (
     "it is repeated as often as there are samples, but not for them: measure another number of "
     "samples"
 )
-
-AGAIN = 2
-"""So many later batches prove it again for each reason, and more while they show more."""
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
@@ -561,11 +522,6 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
     compiled = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-def _sizes(given: list[Tensor], samples: int) -> list[float]:
-    """How many elements the tensors of a batch have for each sample."""
-    return [t.numel() / samples for t in given if samples and samples in t.shape[:2]]
 
 
 def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:

@@ -70,12 +70,11 @@ class Coverage:
             )
             for r in self.rows
         ]
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*table)]
         lines = []
         for row in table:
-            cells = [
-                c.rjust(w) if i == 1 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))
-            ]
+            cells = [*map(str.ljust, row, widths)]
+            cells[1] = row[1].rjust(widths[1])
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
         lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
@@ -107,12 +106,10 @@ def coverage(model: nn.Module) -> Coverage:
             rows.append(CoverageRow(name, 0, "", False, None, why))
             continue
         leaf = leaves.get(name)
-        if leaf is None:
-            rows.append(CoverageRow(name, p.numel(), "frozen", False, None, ""))
-            continue
-        why = leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
-        if why:
-            rows.append(CoverageRow(name, p.numel(), "", False, None, why))
+        why = "" if leaf is None else leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
+        if leaf is None or why:
+            route = "frozen" if leaf is None else ""
+            rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue
         last = followed.passes.last
         observed = None if last is None else leaf in last[1]

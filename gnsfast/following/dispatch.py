@@ -47,13 +47,14 @@ from gnsfast.following.leaf import (
     Span,
     Step,
     compiling,
-    expression_of,
+    fail,
     first_leaf,
     twin_of,
     unfollowed,
 )
 from gnsfast.following.packed import guessed
 from gnsfast.following.replay import replay
+from gnsfast.tensors import writes
 
 
 class Tracked(Tensor):
@@ -72,9 +73,7 @@ class Tracked(Tensor):
 class Measured(nn.Parameter):
     """A trainable parameter while a block is open."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = Tracked.__dict__["__torch_function__"]
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         if id(self) not in memo:
@@ -161,7 +160,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if (opened := OPENED.get(func)) is not None:
         if func is torch.autograd.backward:
-            _note_penalties(args[0])
+            fail(args[0], OF_NO_SAMPLE)
         return opened(*args, **kwargs)
     if not compiling() and is_transformed():
         return _transformed(func, args, kwargs)
@@ -193,7 +192,7 @@ def prepare_compiler() -> None:
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         eval_frame = torch._C._dynamo.eval_frame
         skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        own: Any = Measured.__torch_function__, Tracked.__torch_function__, Tracked.detach
+        own: Any = Tracked.__torch_function__, Tracked.detach
         for function in own:
             eval_frame.set_code_exec_strategy(function.__code__, skip)
         config = torch.compiler.config
@@ -211,10 +210,7 @@ NOT_COMPILED = (
 
 def _transformed(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function inside of a transform, where no sample can be seen."""
-    for t in pytree.tree_leaves((args, kwargs)):
-        expression = expression_of(t)
-        for leaf in expression.leaves if expression is not None else ():
-            leaf.fail("a transform of torch.func, such as vmap, takes it")
+    fail((args, kwargs), "a transform of torch.func, such as vmap, takes it")
     with unfollowed():
         return func(*args, **kwargs)
 
@@ -250,14 +246,6 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     return replay(call, step, places, leaf)
 
 
-def _note_penalties(losses: Any) -> None:
-    """Note the parameters of losses that are made of parameters alone."""
-    for loss in (losses,) if isinstance(losses, Tensor) else losses:
-        if (expression := expression_of(loss)) is not None:
-            for leaf in expression.leaves:
-                leaf.fail(OF_NO_SAMPLE)
-
-
 OF_NO_SAMPLE = (
     "a loss is made of parameters, and perhaps of means over the batch, and belongs to no sample. "
     "If it is the weight of a loss, multiply the loss of each sample by it, before the mean"
@@ -271,9 +259,8 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*args, **kwargs)
     if func == _GRAD:  # it has a graph after ``create_graph=True``
         return out
-    if isinstance(out, Tensor) and out.grad_fn is not None and (e := expression_of(args[0])):
-        for leaf in e.leaves if not compiling() else ():  # such as ``w.real``
-            leaf.fail(f"{name_of(func)} of a parameter is not followed")
+    if isinstance(out, Tensor) and out.grad_fn is not None and not compiling():  # as ``w.real``
+        fail(args[0], f"{name_of(func)} of a parameter is not followed")
     return out
 
 
@@ -283,8 +270,7 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
     for i in call.others:
         t = call.leaves[i]
         if step is not None:
-            place = step.arguments[i] if i < len(step.arguments) else UNKNOWN
-            found[i] = SHARED if place is None else place  # a parameter's, which is left out now
+            found[i] = step.argument(i) or SHARED  # None for a parameter that is left out now
         else:
             found[i] = (guessed(t, leaf) or UNKNOWN) if t.ndim else SHARED
     return found
@@ -308,12 +294,12 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None
     if not (eager or call.name in COMPILED):
         return NotImplemented
     before = [call.leaves[i]._version for i in call.own] if eager else []
-    if eager and call.is_in_place:
+    is_written = eager and writes(call.name)
+    if is_written:
         call.keep_first()
     as_now = call.as_now() if eager else nullcontext
     out = call.run()
-    is_written = eager and [call.leaves[i]._version for i in call.own] != before
-    is_written |= eager and call.is_in_place
+    is_written |= eager and [call.leaves[i]._version for i in call.own] != before
     found = {each.index: each for e in call.expressions for each in e.leaves}
     leaves = tuple(found[k] for k in sorted(found))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)

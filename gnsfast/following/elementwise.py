@@ -26,7 +26,10 @@ from gnsfast.tensors import accumulate_dtype
 
 
 class _Spread(torch.autograd.Function):
-    """``e.expand(shape)``, whose backward adds up the gradient over all but the samples."""
+    """``e.expand(shape)``, whose backward adds up the gradient over all but the samples, and fills
+    ``probe``. In ``shape`` the samples, or the ``rows`` of packed documents, lie as ``layout``
+    says. ``expression`` says in backward whether the norms are joined with others.
+    """
 
     @staticmethod
     def forward(
@@ -117,23 +120,6 @@ def _of_one(g: Tensor, starts: Tensor | None, b: int) -> Tensor:
     return g[start:end].sum(0, dtype=accumulate_dtype(g.dtype))
 
 
-def spread(
-    e: Tensor,
-    probe: Tensor,
-    plan: Plan,
-    shape: torch.Size,
-    layout: Layout | Chosen | Owned,
-    expression: Expression | None,
-    rows: int,
-) -> Tensor:
-    """``e.expand(shape)`` whose backward fills ``probe``; in ``shape`` the samples, or the ``rows``
-    of packed documents, lie as ``layout`` says. ``expression`` says in backward whether the norms
-    are joined with others.
-    """
-    y: Tensor = _Spread.apply(e, probe, plan, shape, layout, expression, rows)
-    return y
-
-
 def broadcast(
     call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf
 ) -> list[Tensor] | None:
@@ -154,7 +140,7 @@ def broadcast(
     elif call.name == "expand_as":
         layout = places[call.others[0]]
     else:
-        layout = step.results[0] if step.results else UNKNOWN
+        layout = step.result(0)
     values = [leaves[i] for i in call.own]
     if isinstance(layout, Chosen):
         if len(shape) < 2 or shape[0] != len(layout.owner_N):
@@ -228,7 +214,8 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
     if isinstance(layout, Chosen):
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression
-    return spread(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
+    spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
+    return spread
 
 
 def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:

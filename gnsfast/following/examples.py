@@ -89,17 +89,7 @@ class Example(NamedTuple):
 
     def replaced(self, b: int) -> "Example":
         """The samples, with the next one in the place of sample ``b``. Sample -1 replaces none."""
-        dims = iter(self.dims)
-
-        def pick(t: Tensor) -> Tensor:
-            d, new = next(dims), t.detach().clone()
-            if d is not None and b >= 0:
-                order = [(b + 1) % self.n if k == b else k for k in range(self.n)]
-                new = _picked(t, d, order, self.n)
-            return new.requires_grad_(t.requires_grad)
-
-        args, kwargs = map_tensors(pick, (self.args, self.kwargs))
-        return self._replace(args=args, kwargs=kwargs)
+        return self.part((b + 1) % self.n if k == b else k for k in range(self.n))
 
 
 def _dim_of(t: Tensor, at: int, B: int) -> int | None:
@@ -135,4 +125,5 @@ def _is_of_tokens(t: Tensor, B: int) -> bool:
 def _picked(t: Tensor, dim: int, samples: list[int], n: int) -> Tensor:
     """Some of the n samples of a tensor, which may be a DTensor."""
     t, each = t.detach(), t.shape[dim] // n
-    return torch.cat([t.narrow(dim, b * each, each) for b in samples], dim)
+    is_all = samples == [*range(n)]  # whose parts take long to cut where they are many
+    return torch.cat([t] if is_all else [t.narrow(dim, b * each, each) for b in samples], dim)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gnsfast.following.leaf import expression_of
+from gnsfast.tensors import writes
 
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
@@ -38,10 +39,8 @@ ELEMENTWISE = frozenset(
 )
 """Functions that broadcast their arguments against each other."""
 
-IN_PLACE = frozenset(
-    "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ add_ sub_ mul_ div_ masked_fill_".split()
-)
-"""Those of them that write to their first argument."""
+IN_PLACE = frozenset(filter(writes, ELEMENTWISE))
+"""Those of them that write to their first argument. (Dynamo can only look a name up.)"""
 
 QUERIES = frozenset(
     "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point "
@@ -67,8 +66,8 @@ RANDOM = frozenset(
 
 _views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")}
 _views |= {getattr(Tensor, name).__get__: "adjoint" for name in ("H", "mH")}
-_products = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
-NAMES: dict[Any, str] = {**_views, **dict.fromkeys(_products, "matmul")}
+PRODUCTS = torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__
+NAMES: dict[Any, str] = {**_views, **dict.fromkeys(PRODUCTS, "matmul")}
 
 
 def name_of(func: Any) -> str:
@@ -177,13 +176,6 @@ class Call:
     def index(self) -> Any:
         """The index of ``__getitem__`` and ``__setitem__``."""
         return self._given[0][1]
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the function writes to its first argument."""
-        name = self.name
-        dunder = name.startswith("__")
-        return name.startswith(("__i", "__set")) if dunder else name.endswith("_")
 
 
 def numbered(args: Any) -> Any:

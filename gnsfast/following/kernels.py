@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gnsfast import functional
+from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
-from gnsfast.following.leaf import Leaf, compiling, expression_of
+from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.uses import Use, again, bare, begin, in_rows, trained
 
 
@@ -107,9 +108,7 @@ class _Reordered(torch.autograd.Function):
         return torch.empty_like(g).index_copy_(0, order_N, g), None
 
 
-def _reordered(x: Tensor, order_N: Tensor) -> Tensor:
-    y: Tensor = _Reordered.apply(x, order_N)
-    return y
+_reordered: Callable[[Tensor, Tensor], Tensor] = _Reordered.apply
 
 
 def grouped_mm(
@@ -146,8 +145,8 @@ def _links(weight: Any) -> tuple[functional.Link, ...]:
     leaf = expression.leaves[0]
     if not leaf.is_tied or weight is not leaf.current or again():
         return ()
-    leaf.is_taken = True
-    return leaf.links
+    leaf.found.is_taken = True
+    return leaf.found.links
 
 
 def embedding(
@@ -160,42 +159,41 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding(input, weight, padding_idx)``"""
-    if scale_grad_by_freq:
-        _fail_by_frequency(weight)
-    if scale_grad_by_freq or sparse:
+    if _is_by_frequency(weight, scale_grad_by_freq) or sparse:
         return NotImplemented
     use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
     if use is None:
         return NotImplemented
     leaf, _, plan, probe = use
-    if max_norm is not None:
-        _renormalise(weight, input, max_norm, norm_type)
+    _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
-    if tied and leaf.is_taken and compiling():
+    if tied and leaf.found.is_taken and compiling():
         return NotImplemented
-    links = leaf.links if tied else ()
+    links = leaf.found.links if tied else ()
 
     def looked_up(ids: Tensor) -> Tensor:
         y, link = functional.embedding(
             ids, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
         )
         if link is not None:
-            leaf.links = (*leaf.links, link)
+            leaf.found.links = (*leaf.found.links, link)
         return y
 
     return use.run(looked_up, input)
 
 
-def _fail_by_frequency(weight: Any) -> None:
-    expression = expression_of(weight)
-    for leaf in expression.leaves if expression is not None else ():
-        leaf.fail("scale_grad_by_freq divides its gradient by what the whole batch holds")
+def _is_by_frequency(weight: Tensor, scale_grad_by_freq: bool) -> bool:
+    """Whether no sample has a gradient of its own, which is an error then."""
+    if scale_grad_by_freq:
+        fail(weight, "scale_grad_by_freq divides its gradient by what the whole batch holds")
+    return scale_grad_by_freq
 
 
-def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
-    """What torch does to the rows ``ids`` before it looks them up."""
-    with torch.no_grad():
-        torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
+def _renormalise(weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float) -> None:
+    """What torch does to the rows ``ids`` before it looks them up, if they have a ``max_norm``."""
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
 
 
 def layer_norm(
@@ -378,9 +376,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``F.embedding_bag(input, weight, offsets, mode=mode)``, where each bag is a sample."""
-    if scale_grad_by_freq:
-        _fail_by_frequency(weight)
-    if mode == "max" or scale_grad_by_freq or sparse:
+    if _is_by_frequency(weight, scale_grad_by_freq) or mode == "max" or sparse:
         return NotImplemented
     bags = input
     if offsets is not None:  # there is one offset for each bag
@@ -389,8 +385,7 @@ def embedding_bag(
     use = begin("embedding_bag", bags, (weight,), place=place, has_plan=False)
     if use is None:
         return NotImplemented
-    if max_norm is not None:
-        _renormalise(weight, input, max_norm, norm_type)
+    _renormalise(weight, input, max_norm, norm_type)
     return functional.embedding_bag(
         input,
         bare(weight),
@@ -407,7 +402,7 @@ def cross_entropy(
     x: Tensor, weight: Any, labels: Tensor, *, bias: Any = None, **options: Any
 ) -> Any:
     """``functional.linear_cross_entropy(x, weight, labels)``"""
-    takes = _in_order if not options.get("shift") else _in_shifted_order
+    takes = partial(_in_order, shift=bool(options.get("shift")))
     use = begin("linear_cross_entropy", x, (weight, bias), takes)
     if use is None:
         return NotImplemented
@@ -416,19 +411,15 @@ def cross_entropy(
     return functional.linear_cross_entropy(x, bare(weight), labels, links=links, **own)
 
 
-def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:
     """The labels lie as the rows do, so packed documents must lie in their order. It knows no links
-    of documents to other uses of its weight.
+    of documents to other uses of its weight. A ``shift`` of the labels is along their last
+    dimension, which must not hold the samples.
     """
     in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    alone = not leaf.links and not leaf.uses
-    return in_rows(x, layout, leaf) and (leaf.starts is None or (in_order and alone))
-
-
-def _in_shifted_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """Labels are shifted along their last dimension, which must not hold the samples."""
-    first = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    return first and _in_order(x, layout, leaf)
+    is_plain = leaf.starts is None or not (leaf.found.links or leaf.found.uses)
+    needs_order = shift or leaf.starts is not None
+    return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -442,14 +433,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return functional.attention(q, k, v, probe=probe, **options)
 
 
-_PRODUCTS = torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__
 _CONVS = F.conv1d, F.conv2d, F.conv3d
 _TRANSPOSED = F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.addmm: addmm,
-    **dict.fromkeys(_PRODUCTS, product),
+    **dict.fromkeys(PRODUCTS, product),
     torch._grouped_mm: grouped_mm,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,

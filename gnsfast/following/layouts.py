@@ -108,19 +108,21 @@ Place = Layout | Chosen | str
 class Print(NamedTuple):
     """The fingerprint of a tensor: for each dimension a number for each of its indices, which a
     change there changes. It takes little memory, so those of whole passes can be kept.
+    ``is_active``: a gradient goes through the tensor to the batch.
     """
 
     shape: torch.Size
     along: tuple[Tensor, ...]
+    is_active: bool = False
 
     @classmethod
-    def of(cls, t: Any) -> "Print":
+    def of(cls, t: Any, is_active: bool = False) -> "Print":
         """The fingerprint of ``t``, in its own precision where it has floating-point numbers."""
         if is_dtensor(t):  # a vocabulary in parts can be added up only once
             partial = any(placement.is_partial() for placement in t.placements)
             t = t.to_local() if partial else t.full_tensor()
         if t.is_nested:
-            return cls(torch.Size(), ())
+            return cls(torch.Size(), (), is_active)
         shape, t = t.shape, t.detach().as_subclass(Tensor)
         if t.is_complex():
             t = torch.view_as_real(t).sum(-1)
@@ -129,7 +131,7 @@ class Print(NamedTuple):
         found = _along(t)
         if not all(bool(each.isfinite().all()) for each in found):  # as of a mask
             found = _along(t.nan_to_num(0.1, 1e4, -1e4))
-        return cls(shape, tuple(found))
+        return cls(shape, tuple(found), is_active)
 
     def differs(self, other: "Print", d: int) -> Tensor:
         """At which indices of dimension ``d`` two tensors differ by more than rounding."""

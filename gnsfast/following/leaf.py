@@ -3,10 +3,12 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
@@ -28,6 +30,14 @@ class Step(NamedTuple):
     results: tuple[Place, ...] = ()
     copies: int | None = None
     chosen: frozenset[int] = frozenset()
+
+    def argument(self, i: int) -> Place | None:
+        """Where the samples lie in argument number ``i``."""
+        return self.arguments[i] if i < len(self.arguments) else UNKNOWN
+
+    def result(self, k: int) -> Place:
+        """Where the samples lie in result number ``k``."""
+        return self.results[k] if k < len(self.results) else UNKNOWN
 
     def is_like(self, other: "Step") -> bool:
         """Whether the samples lie in the same way, of any number of rows."""
@@ -83,8 +93,29 @@ class Running:
         return self.is_known and not self.modules
 
 
+@dataclass
+class Found:
+    """What the open block has found about a parameter.
+
+    ``failed`` says why its norms would be wrong, ``joined`` that they are those of a sum over
+    several uses, and ``parts`` are what these left in backward, by use. Of a pass it counts the
+    ``functions`` that took the parameter, and its ``uses``, of which ``spans`` are the pieces.
+    ``links`` are those of embeddings, for a head that shares their weight; then it ``is_taken``.
+    """
+
+    failed: str = ""
+    joined: bool = False
+    parts: "dict[object, tuple[Expression, Any]]" = field(default_factory=dict)
+    functions: int = 0
+    uses: int = 0
+    spans: "list[Span | None]" = field(default_factory=list)
+    links: tuple[Link, ...] = ()
+    is_taken: bool = False
+
+
 class Leaf:
-    """A trainable parameter: its probes, and what the open block has found about it.
+    """A trainable parameter: its probes, and what is known of it. ``found`` is that of the open
+    block alone.
 
     ``running`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
@@ -95,11 +126,10 @@ class Leaf:
     for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
     and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
     ``rows`` rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
-    ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's schedule takes
-    passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which
-    does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it
-    has none. ``is_opaque``: no function that takes it can be seen. ``is_ordered``: the samples lie
-    in other ways in some of its ``steps`` than in others of the same name.
+    ``has_turns``: a pipeline's schedule takes passes in turns. ``known_uses`` and
+    ``is_known_joined`` tell of uses in compiled code, which does not count. ``left_out`` says why
+    it has no norms. ``is_opaque``: no function that takes it can be seen. ``is_ordered``: the
+    samples lie in other ways in some of its ``steps`` than in others of the same name.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -155,22 +185,13 @@ class Leaf:
 
     def open(self) -> None:
         """Forget the block before."""
-        self.joined, self.failed = False, ""
-        self.next_pass()
-        self.parts: dict[object, tuple[Expression, Any]] = {}
+        self.found = Found()
         if self.is_sharded:  # FSDP2 frees it between passes
             self.twin = self.whole.twin = None
 
-    def state(self) -> dict[str, Any]:
-        """What the open block has found so far."""
-        return {name: getattr(self, name) for name in FOUND}
-
     def next_pass(self) -> None:
         """Begin to count the functions that take this parameter."""
-        self.functions = self.uses = 0
-        self.links: tuple[Link, ...] = ()
-        self.is_taken = False
-        self.spans: list[Span | None] = []
+        self.found = Found(self.found.failed, self.found.joined, self.found.parts)
 
     @property
     def lanes(self) -> int:
@@ -182,7 +203,7 @@ class Leaf:
     @property
     def expected(self) -> int:
         """How many uses a pass has, each of which counts once in backward."""
-        return self.uses or self.known_uses
+        return self.found.uses or self.known_uses
 
     def step(self, name: str) -> Step | None:
         """What the example has shown of the next function that takes this parameter. None without
@@ -191,8 +212,8 @@ class Leaf:
         """
         if compiling():  # a counter would need a graph for each of its values
             return self.by_name.get(name, Step(name)) if self.is_learned else None
-        number = self.functions
-        self.functions = number + 1
+        number = self.found.functions
+        self.found.functions = number + 1
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
         if not self.is_learned:
             return None
@@ -215,20 +236,18 @@ class Leaf:
     @property
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
-        reached = self.parts or self.probe.grad is not None or self.pair.grad is not None
+        reached = self.found.parts or self.probe.grad is not None or self.pair.grad is not None
         return bool(reached) and not self.has_turns and torch._C._current_graph_task_id() == -1
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
-        self.failed = self.failed or why
+        self.found.failed = self.found.failed or why
 
 
 NO_ROWS = frozenset[int]()
 
 HEADS = {"linear", "linear_cross_entropy"}
 """Functions that take links from an embedding with the same weight."""
-
-FOUND = "joined failed functions uses links is_taken spans parts twin".split()
 
 
 class Span(NamedTuple):
@@ -304,11 +323,16 @@ class Expression:
         for leaf in self.leaves:
             if leaf.is_over:
                 leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
-            leaf.uses += 1
-            others = (s == LINK if by_link else self._is_apart(s) for s in leaf.spans)
+            leaf.found.uses += 1
+            others = (s == LINK if by_link else self._is_apart(s) for s in leaf.found.spans)
             if self.kind != SAME or not all(others):
-                leaf.joined = True
-            leaf.spans.append(LINK if by_link else self.span)
+                leaf.found.joined = True
+            leaf.found.spans.append(LINK if by_link else self.span)
+
+    def fail(self, why: str) -> None:
+        """Note that the norms of all its leaves would be wrong in this pass."""
+        for leaf in self.leaves:
+            leaf.fail(why)
 
     def is_linked(self, name: str) -> bool:
         """Whether a use by function ``name`` makes or takes the links of a tie."""
@@ -316,8 +340,8 @@ class Expression:
         if not leaf.is_tied or not self.is_whole:
             return False
         if name == "embedding":
-            return not leaf.is_taken or torch._C._current_graph_task_id() != -1
-        return name in HEADS and bool(leaf.links) and not leaf.is_taken
+            return not leaf.found.is_taken or torch._C._current_graph_task_id() != -1
+        return name in HEADS and bool(leaf.found.links) and not leaf.found.is_taken
 
     def _is_apart(self, other: Span | None) -> bool:
         return self.span is not None and self.span.is_apart(other)
@@ -331,7 +355,7 @@ class Expression:
     def is_joined(self) -> bool:
         """Whether the rows of one use are not yet those of the parameter."""
         leaf = self.leaves[0]
-        if self.kind != SAME or leaf.joined:
+        if self.kind != SAME or leaf.found.joined:
             return True
         if leaf.facts is NOTHING:
             return False
@@ -384,6 +408,15 @@ def twin_of(leaf: Leaf) -> Tensor:
 def expression_of(t: Any) -> Expression | None:
     """What a tensor made of parameters alone is made of; None for any other value."""
     return getattr(t, "_gnsfast", None)
+
+
+def fail(tree: Any, why: str) -> None:
+    """Note that the norms of the parameters in ``tree``, and of those that tensors in it are made
+    of, would be wrong in this pass.
+    """
+    for t in pytree.tree_leaves(tree):
+        if (expression := expression_of(t)) is not None:
+            expression.fail(why)
 
 
 def first_leaf(expressions: list[Expression]) -> Leaf:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gnsfast.following.checkpoints import with_graphs
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, Print, grown, place_of
+from gnsfast.following.layouts import FIRST, SHARED, UNKNOWN, Layout, Place, Print, grown, place_of
 from gnsfast.following.leaf import NO_ROWS, Leaf, Step
 from gnsfast.following.looks import Look, Seen
 from gnsfast.following.structure import Structure
@@ -49,7 +49,7 @@ class Learned(NamedTuple):
             chosen[step.name] = chosen.get(step.name, NO_ROWS) | step.chosen
         for leaf in leaves:
             leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
-            leaf.functions = 0
+            leaf.found.functions = 0
             leaf.chosen = leaf.chosen | chosen
 
     def joined(self, other: "Learned | None") -> "Learned":
@@ -133,10 +133,7 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
                 break
             if call.of_data or call.copies is not None or (leaf, k) in base.growing:
                 continue
-            pairs = zip(call.results, small.results)
-            if any(
-                a is not None and b is not None and grown(a.shape, b.shape, n) for a, b in pairs
-            ):
+            if any(grown(a.shape, b.shape, n) for a, b in zip(call.results, small.results)):
                 found.add((leaf, k))
                 break
     return found
@@ -189,48 +186,43 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
 
 def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     """Call number ``k`` of another pass, if it is the same function."""
+
+    def kind(call: Seen) -> tuple[str, int, int]:
+        return call.name, len(call.arguments), len(call.results)
+
     calls = look.seen.get(leaf, []) if look is not None else []
-    found = calls[k] if k < len(calls) else None
-    same = found is not None and found.name == like.name
-    same = same and len(found.arguments) == len(like.arguments) if found else False
-    return found if found and same and len(found.results) == len(like.results) else None
+    return next((call for call in calls[k : k + 1] if kind(call) == kind(like)), None)
 
 
 def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> Step:
     """A step, from what was seen of it in all passes."""
-
-    def places(kind: str, data: list[bool]) -> list[Place | None]:
-        own: list[Place | None] = []
-        for k, t in enumerate(getattr(call, kind)):
-            same = {b: getattr(o, kind)[k] for b, o in others.items()}
-            if t is None or not others or any(o is None for o in same.values()):
-                own.append(None if t is None else UNKNOWN)
-                continue
-            small = getattr(fewer, kind)[k] if fewer else None
-            place = place_of(t, same, None if small is None else small.shape, n)
-            if place is None:  # nothing changed: an activation that is zero, or a constant
-                place = NO_CHANGE if data[k] else SHARED
-            own.append(place)
-        return own
-
-    arguments, results = (places(k, d) for k, d in zip(("arguments", "results"), call.is_data))
-    first = next((p for p in (*arguments, *results) if isinstance(p, Layout)), None)
-    for kind, own in (("arguments", arguments), ("results", results)):
-        for k, t in enumerate(getattr(call, kind)):
-            if own[k] == NO_CHANGE:  # it lies as the others do
-                d = (first or Layout()).dim
-                fits = len(t.shape) > d and t.shape[d] >= n and t.shape[d] % n == 0
-                each = t.shape[d] // n if fits and t.shape[d] > n else 0
-                other = Layout(d, bool(first and first.interleaved), each)
-                own[k] = other if fits else UNKNOWN
-    if call.is_ragged:
-        arguments = [UNKNOWN if p else p for p in arguments]
-        results = [UNKNOWN if p else p for p in results]
-    kept = tuple(p for p in results if p is not None)
-    return Step(call.name, tuple(arguments), kept, call.copies)
+    places: list[Place | None] = []
+    for k, t in enumerate(call.tensors):
+        same = {b: own for b, o in others.items() if (own := o.tensors[k]) is not None}
+        small = fewer.tensors[k] if fewer else None
+        if t is None:
+            places.append(None)
+        elif call.is_ragged or not others or len(same) < len(others):
+            places.append(UNKNOWN)
+        else:
+            places.append(place_of(t, same, None if small is None else small.shape, n) or SHARED)
+    first = next((p for p in places if isinstance(p, Layout)), FIRST)
+    for k, t in enumerate(call.tensors):
+        if t is not None and t.is_active and places[k] == SHARED:
+            places[k] = _as_others(first, t.shape, n)
+    given = len(call.arguments)
+    results = tuple(p for p in places[given:] if p is not None)
+    return Step(call.name, tuple(places[:given]), results, call.copies)
 
 
-NO_CHANGE = "no change"
+def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:
+    """Where the samples lie in a tensor in which nothing changed, as in an activation that is zero:
+    as they do in the ``first`` of the others.
+    """
+    d = first.dim
+    if len(shape) <= d or shape[d] < n or shape[d] % n:
+        return UNKNOWN
+    return Layout(d, first.interleaved, shape[d] // n if shape[d] > n else 0)
 
 
 def _lost_in(found: dict[Leaf, list[Step]]) -> set[tuple[Leaf, int]]:

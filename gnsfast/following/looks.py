@@ -25,27 +25,31 @@ from gnsfast.following.functions import (
 )
 from gnsfast.following.layouts import Layout, Owners, Print, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
-from gnsfast.tensors import tensors_of
+from gnsfast.following.marks import DATA, RAGGED, SORTED, Mark, mark_of_results
+from gnsfast.tensors import tensors_of, writes
 
 
 class Seen(NamedTuple):
     """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
-    tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
-    ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
-    mode. ``owners`` are the samples of rows that an index has chosen, and ``number_N`` says
-    what is in each. ``is_ragged``: the data have chosen its rows.
+    tensors, None for parameters and other values. ``of_data``: one of them was made from the batch.
+    ``has_grad``: it was called in grad mode. ``owners`` are the samples of rows that an index has
+    chosen, and ``number_N`` says what is in each. ``is_ragged``: the data have chosen its rows.
     """
 
     name: str
     arguments: list[Print | None]
-    results: list[Print | None]
+    results: list[Print]
     of_data: bool
-    is_data: tuple[list[bool], list[bool]]
     copies: int | None
     has_grad: bool
     owners: Owners | None
     number_N: Tensor | None
     is_ragged: bool
+
+    @property
+    def tensors(self) -> list[Print | None]:
+        """The prints of its arguments, and of its results."""
+        return [*self.arguments, *self.results]
 
 
 class Look(TorchFunctionMode):
@@ -92,16 +96,16 @@ class Look(TorchFunctionMode):
             if is_transformed():
                 return func(*args, **kwargs)
             if name in QUERIES:
-                return _queried(func, args, kwargs, name)
+                return _queried(func, args, kwargs)
             if name == "__getitem__" and isinstance(_mark_of(args[0]), Leaf):
                 args = numbered(args)
             arguments = [*_values(args, kwargs)]
             marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
-            of_data = any(map(_is_data, marks))
+            of_data = any(isinstance(mark, Mark) for mark in marks)
             of_data = of_data and not (
-                name in CASTS and not (marks[0] is None or _is_data(marks[0]))
+                name in CASTS and not (marks[0] is None or isinstance(marks[0], Mark))
             )
-            data = _data_of(name, arguments, marks, args, kwargs, self.samples)
+            data = mark_of_results(name, arguments, marks, args, kwargs, self.samples)
             leaves = [
                 mark
                 for t, mark in zip(arguments, marks)
@@ -115,15 +119,14 @@ class Look(TorchFunctionMode):
             elif hasattr(out, "__next__"):
                 out = iter(found := list(out))
             else:
-                found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+                found = tensors_of(out)
             if leaves:
                 of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
-            is_written = name[-1] == "_" and name[-2:] != "__"
-            if of_data and is_written and isinstance(arguments[0], Tensor):
+            if of_data and writes(name) and isinstance(arguments[0], Tensor):
                 _mark(arguments[0], data)
             for t in found:
                 if of_data:
-                    _mark(t, DATA if name in VIEWS and t.ndim > arguments[0].ndim else data)
+                    _mark(t, DATA if name in UNFLATTENS and t.ndim > arguments[0].ndim else data)
                 elif leaves and t.requires_grad and _mark_of(t) is None:
                     _mark(t, min(leaves, key=lambda leaf: leaf.index))
                     mark_made(t)
@@ -153,26 +156,23 @@ class Look(TorchFunctionMode):
         copied = None
         if name in COPIES and not of_data:
             copied = copied_along(name, arguments, leaf.samples)
-        x = next((t for t, mark in zip(arguments, marks) if _is_data(mark)), None)
+        x = next((t for t, mark in zip(arguments, marks) if isinstance(mark, Mark)), None)
         owners = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
             owners = owners_of(x, leaf.samples)
-        active = (
-            [_is_data(mark) and _is_active(t) for t, mark in zip(arguments, marks)],
-            [of_data and _is_active(t) for t in results],
-        )
         tensors = (t for t in (*arguments, *results) if isinstance(t, Tensor))
         self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
         self.seen.setdefault(leaf, []).append(
             Seen(
                 name,
                 [
-                    Print.of(t) if isinstance(t, Tensor) and not isinstance(m, Leaf) else None
-                    for t, m in zip(arguments, marks)
+                    None
+                    if isinstance(mark, Leaf) or not isinstance(t, Tensor)
+                    else Print.of(t, isinstance(mark, Mark) and _is_active(t))
+                    for t, mark in zip(arguments, marks)
                 ],
-                [Print.of(t) for t in results],
+                [Print.of(t, of_data and _is_active(t)) for t in results],
                 of_data,
-                active,
                 None if copied is None else copied.dim,
                 torch.is_grad_enabled(),
                 owners,
@@ -199,102 +199,8 @@ class Look(TorchFunctionMode):
 
 EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
 
-DATA, RAGGED, SORTED = "data", "ragged", "sorted"
-"""The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen how
-many rows there are, and of ``SORTED`` ones their order, until the data order them again. Another
-batch may choose in another way.
-"""
-
-SELECTS = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive _pack_padded_sequence".split()
-)
-INSERTS = frozenset(
-    "__setitem__ index_copy index_add index_put masked_scatter scatter scatter_add index_copy_ "
-    "index_add_ index_put_ masked_scatter_ scatter_ scatter_add_ index_fill index_fill_".split()
-)
-"""Functions whose result has the shape of their first argument."""
-
-VIEWS = frozenset("view reshape unflatten".split())
-
-
-def _is_data(mark: Any) -> bool:
-    return mark in (DATA, RAGGED, SORTED)
-
-
-def _data_of(
-    name: str, arguments: list[Any], marks: list[Any], args: Any, kwargs: Any, samples: int
-) -> str:
-    """The mark of the results of a function of data."""
-    by_order = _reorders(name, arguments, marks, args, kwargs, samples)
-    if name in INSERTS:
-        source = next(m for t, m in zip(arguments[::-1], marks[::-1]) if isinstance(t, Tensor))
-        if by_order and source in (DATA, SORTED):
-            return DATA if source is SORTED else SORTED
-        return marks[0] if _is_data(marks[0]) else DATA
-    if name == "_pad_packed_sequence":  # the samples lie as they were packed
-        return SORTED
-    if name in SELECTS or RAGGED in marks:
-        return RAGGED
-    by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]
-    by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
-    if by_mask or (name == "repeat_interleave" and by_data):
-        return RAGGED
-    by_order |= name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
-    # The data may have chosen the numbers of a list or an array.
-    by_order |= name == "__getitem__" and _lists_samples(args[1], args[0], samples)
-    if by_order:
-        return DATA if marks[name == "embedding"] is SORTED else SORTED
-    return SORTED if SORTED in marks else DATA
-
-
-def _reorders(
-    name: str, arguments: list[Any], marks: list[Any], args: Any, kwargs: Any, samples: int
-) -> bool:
-    """Whether an index that the data have chosen reorders what may be samples: it has as many
-    numbers as the dimension that it is for, or is any for dimension 0 of ``ALONG``.
-    """
-    if name not in REORDERS:
-        return False
-    k = int(name == "embedding")
-    own = list(zip(arguments, marks))
-    x, rest = own[k][0], own[:1] if k else own[1:]
-    if not isinstance(x, Tensor):  # named arguments in another order
-        return False
-    chosen = [t for t, mark in rest if mark in (DATA, SORTED) and not t.is_floating_point()]
-    if not chosen or chosen[0].dtype in MASKS:
-        return False
-    index, d = chosen[0], 0
-    if "getitem" in name or "setitem" in name or "index_put" in name:
-        given = kwargs["indices"] if "indices" in kwargs else args[1]
-        given = given if isinstance(given, (tuple, list)) else (given,)
-        d = next((d for d, each in enumerate(given) if each is index), x.ndim)
-    elif not k:
-        numbers = [n for n in (kwargs.get("dim"), *args) if isinstance(n, int)]
-        d = numbers[0] % max(x.ndim, 1) if numbers else x.ndim
-    if d == 0 and name in ALONG:
-        return True
-    fits = d < x.ndim and x.shape[d] % samples == 0 and index.shape[:1] == x.shape[d : d + 1]
-    return fits and (index.ndim == 1 or d == 0)
-
-
-ALONG = frozenset(("index_select", "gather", "take_along_dim"))
-"""Functions that take an index and the dimension that it is for."""
-
-REORDERS = ALONG | INSERTS | {"__getitem__", "embedding"}
-
-MASKS = (torch.bool, torch.uint8)
-
-
-def _lists_samples(index: Any, t: Tensor, samples: int) -> bool:
-    """Whether an index has a list or an array of as many numbers as samples are in its place."""
-    own = zip(index if isinstance(index, tuple) else (index,), t.shape)
-    return any(
-        hasattr(each, "__len__")
-        and not isinstance(each, (Tensor, str))
-        and len(each) == size
-        and size % samples == 0
-        for each, size in own
-    )
+UNFLATTENS = frozenset("view reshape unflatten".split())
+"""Functions that may split the dimension of the samples, which puts sorted ones in their order."""
 
 
 def _mark(t: Tensor, mark: Any) -> None:
@@ -315,10 +221,10 @@ def _is_active(t: Tensor) -> bool:
     return t.requires_grad if torch.is_grad_enabled() else t.is_floating_point()
 
 
-def _queried(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function without a gradient. That of data is data."""
     out = func(*args, **kwargs)
-    if isinstance(out, Tensor) and _is_data(mark := _mark_of(args[0])):
+    if isinstance(out, Tensor) and isinstance(mark := _mark_of(args[0]), Mark):
         _mark(out, mark)
     return out
 

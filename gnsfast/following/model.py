@@ -101,7 +101,7 @@ class Followed:
     def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         """A pass of a pipeline's stage, which has its own samples."""
         for leaf in self.structure.leaves_of(stage):
-            if leaf.joined:
+            if leaf.found.joined:
                 leaf.fail("a pipeline's stage uses it several times in a pass")
             leaf.next_pass()
         if torch.is_grad_enabled():
@@ -126,9 +126,9 @@ class Followed:
                 detach(leaf.current)
                 leaf.current = leaf.parameter
             release(leaf)
-            leaf.links = ()
+            leaf.found.links = ()
             leaf.twin = leaf.whole.twin = None
-            leaf.parts.clear()
+            leaf.found.parts.clear()
         self.is_open = False
 
 

@@ -117,7 +117,7 @@ class Passes:
                 own += [(leaf, leaf.pair.grad[0::2]), (leaf.next, leaf.pair.grad[1::2])]
             for each, rows in own:
                 found[each] = found[each] + rows if each in found else rows
-        if any(leaf.parts for leaf in leaves):
+        if any(leaf.found.parts for leaf in leaves):
             B = leaves[0].samples
             with torch.no_grad():
                 for leaf, rows in settle(list(leaves), B).items():
@@ -125,9 +125,9 @@ class Passes:
                         rows[:, B + 1].masked_fill_(found[leaf][:, B + 1] != 0, torch.inf)
                     found[leaf] = rows
                 for leaf in leaves:
-                    leaf.parts.clear()
+                    leaf.found.parts.clear()
         for leaf in found:
-            if leaf.is_known_joined and not leaf.uses:
+            if leaf.is_known_joined and not leaf.found.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
         return found
 

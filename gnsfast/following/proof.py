@@ -134,17 +134,15 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
     with structure.as_it_was():
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
         for leaf in leaves:
-            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
         drew = structure.on_any(structure.chance() != before)
-        if drew and how == LOSS:
-            return Proof(DRAWS)
+        reason = DRAWS if drew and how != TOGETHER else ""  # a sample alone draws other numbers
+        is_alone = how != APART and not reason
         few = B - 1 if how == APART else example.n
         weighed = [] if how == LOSS else _weighed(results, learned.results, B, few)
         lost = structure.on_any(not weighed)
-        if lost and how == APART:
-            return Proof()
-        if drew and how == ALONE and lost:
-            return Proof(DRAWS, _failed(leaves))
+        if lost and not is_alone:
+            return Proof(reason, _failed(leaves))
         if lost:
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
             if structure.on_any(not weighed):
@@ -157,8 +155,8 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
-    if how == APART or (drew and how == ALONE):
-        return Proof(DRAWS, failed | dict.fromkeys(_mixed(norms, few), MIXED))
+    if not is_alone:
+        return Proof(reason, failed | dict.fromkeys(_mixed(norms, few), MIXED))
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
@@ -176,7 +174,7 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
 
 
 def _failed(leaves: list[Leaf]) -> dict[str, str]:
-    return {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+    return {leaf.name: leaf.found.failed for leaf in leaves if leaf.found.failed}
 
 
 def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
@@ -262,7 +260,7 @@ def refuse_mixed_documents(
             for leaf, own in passes.rows(leaves).items():
                 norms = own[0, :samples]
                 mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
-                if mixed and not (leaf.failed or leaf.left_out):
+                if mixed and not (leaf.found.failed or leaf.left_out):
                     raise ObservationError(
                         f"{type(model).__name__}: the packed documents attend to each other, as "
                         f"the gradients of {leaf.name} show. The attention mask must be "

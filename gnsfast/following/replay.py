@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions without a kernel: one of them is run again in backward, for each sample alone."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from gnsfast.following.leaf import Leaf, Step
 from gnsfast.following.packed import guessed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan, backward_pass
-from gnsfast.tensors import accumulate_dtype
+from gnsfast.tensors import accumulate_dtype, tensors_of
 
 
 class Replay:
@@ -58,35 +57,29 @@ class Replay:
 
     def rows(self, dys: tuple[Tensor | None, ...]) -> list[Tensor]:
         """The probe rows of each expression. Those of joined uses are zeros, and left as parts."""
-        held: list[list[Tensor]] = [[] for _ in self.expressions]
-        for b in range(self.samples):
-            for own, g, i in zip(held, self.gradients(b, dys), self.own):
-                like = self.leaves[i]
-                g = torch.zeros_like(like) if g is None else g
-                g = g.to_dense() if g.is_sparse else g
-                own.append(g.to(accumulate_dtype(like.dtype)).reshape(1, 1, -1))
-        return [
-            self._row(number, torch.cat(own) if own else None) for number, own in enumerate(held)
+        held = [
+            t.new_zeros(self.samples, 1, t.numel(), dtype=accumulate_dtype(t.dtype))
+            for t in (self.leaves[i] for i in self.own)
         ]
+        for b in range(self.samples):
+            for g_B1P, g in zip(held, self.gradients(b, dys)):
+                if g is not None:
+                    g_B1P[b, 0] = (g.to_dense() if g.is_sparse else g).flatten()
+        return [self._row(number, g_B1P) for number, g_B1P in enumerate(held)]
 
-    def _row(self, number: int, g_B1P: Tensor | None) -> Tensor:
+    def _row(self, number: int, g_B1P: Tensor) -> Tensor:
         expression, like = self.expressions[number], self.leaves[self.own[number]]
-        if g_B1P is None:
-            g_B1P = like.new_zeros(0, 1, like.numel(), dtype=accumulate_dtype(like.dtype))
         if expression.is_parted:
             if is_wanted([expression]):
-                leave(expression, Dense(_sample_of(g_B1P, like.shape)), (self, number))
+                own = Dense(lambda b: g_B1P[b].reshape(like.shape))
+                leave(expression, own, (self, number))
             return torch.zeros_like(expression.leaves[0].probe)
         return reduced(g_B1P, Plan(**flat(expression.facts(like))), g_B1P.dtype)[1]
 
 
-def _sample_of(g_B1P: Tensor, shape: torch.Size) -> Callable[[int], Tensor]:
-    return lambda b: g_B1P[b].reshape(shape)
-
-
 def _with_gradient(results: Any) -> list[Tensor]:
     """The tensors among ``results`` that need a gradient."""
-    return [t for t in _flatten(results) if t.requires_grad]
+    return [t for t in tensors_of(results) if t.requires_grad]
 
 
 class _Replayed(torch.autograd.Function):
@@ -110,8 +103,7 @@ class _Replayed(torch.autograd.Function):
             except Exception as error:  # the function's own, whatever it is
                 name, why = ctx.replay.func.__name__, first_line(error)
                 for expression in ctx.replay.expressions:
-                    for leaf in expression.leaves:
-                        leaf.fail(f"{name} does not take a single sample: {why}")
+                    expression.fail(f"{name} does not take a single sample: {why}")
         return None, None, *rows, *dys
 
 
@@ -123,68 +115,84 @@ def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     return pytree.tree_map(lambda t: new.get(id(t), t), results)
 
 
-def _flatten(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a result."""
-    return (t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
-
-
 def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
     again = Replay(call, places, B)
-    versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
+    versions = [*map(_version, leaves)]
     drawn = chance_of(leaves)
     out = call.run()
     drew = B > 1 and chance_of(leaves) != drawn
-    flat = [*_flatten(out)]
+    flat = tensors_of(out)
     if not any(t.requires_grad for t in flat):
         return out
-    if step is None:
-        results: list[Place] = [guessed(t, leaf) or UNKNOWN for t in flat]
-    else:
-        results = [*step.results][: len(flat)]
-        results += [UNKNOWN] * (len(flat) - len(results))
+    is_written = versions != [*map(_version, leaves)] or any(t is x for t in flat for x in leaves)
+    results = _results(call, step, places, flat, leaf)
+    for expression in call.expressions:
+        expression.note_use(call.name)
+    data = [(place, leaves[i]) for i, place in places.items()]
+    made = [(place, t) for place, t in zip(results, flat) if t.requires_grad]
+    is_known = _is_empty(call, leaf) or all(_fits(place, t, leaf) for place, t in data + made)
+    if is_written or drew or leaf.starts is not None or not is_known:
+        why = _why_not(call, flat, leaf, is_written, drew)
+        for expression in call.expressions:
+            expression.fail(why)
+        return out
+    again.results = [place for place, _ in made]  # type: ignore[misc]
+    return _replayed(again, out, [e.leaves[0].probe for e in call.expressions])
+
+
+def _results(
+    call: Call, step: Step | None, places: dict[int, Place], flat: list[Tensor], leaf: Leaf
+) -> list[Place]:
+    """Where the samples lie in the results. Of a recurrent layer ``places`` become the usual ones
+    where they are not known, and any where there is nothing to tell apart: all norms are zero.
+    """
+    if _is_empty(call, leaf):
+        places.update(dict.fromkeys(places, FIRST))
+        return [FIRST] * len(flat)
+    results: list[Place] = [
+        (guessed(t, leaf) or UNKNOWN) if step is None else step.result(k)
+        for k, t in enumerate(flat)
+    ]
     if call.name in RECURRENT:
-        first = leaves[-1] is True
+        first = call.leaves[-1] is True
         usual: list[Place] = [Layout(0 if first else 1), *[Layout(1)] * len(call.others)]
         for i, place in zip(call.others, usual):
             places[i] = places[i] if isinstance(places[i], Layout) else place
         results = [p if isinstance(p, Layout) else place for p, place in zip(results, usual)]
-    shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
-    fits = all(
-        not isinstance(place, Layout) or place.fits(leaves[i].shape, B, leaf.growth)
-        for i, place in places.items()
+    return [place if isinstance(place, Layout) else UNKNOWN for place in results]
+
+
+def _version(t: Any) -> int:
+    return t._version if isinstance(t, Tensor) else 0
+
+
+def _is_empty(call: Call, leaf: Leaf) -> bool:
+    """Whether there is nothing to tell apart."""
+    return not leaf.samples or not any(call.leaves[i].numel() for i in call.others)
+
+
+def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
+    """Whether the samples lie in a tensor as ``place`` says."""
+    if isinstance(place, Layout):
+        return place.fits(t.shape, leaf.lanes, leaf.growth)
+    return place != UNKNOWN
+
+
+def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew: bool) -> str:
+    """Why the norms of a function would be wrong, whose results are ``flat``."""
+    name, data = call.name, [call.leaves[i] for i in call.others]
+    where = f"{[list(t.shape) for t in data]} -> {[list(t.shape) for t in flat]}"
+    if is_written:
+        return f"{name} writes to data"
+    if drew:
+        return f"{name} draws random numbers, other ones for a sample alone"
+    if leaf.starts is not None:
+        return f"{name} has no norms for packed documents here, {where}"
+    if any(t.ndim for t in data):
+        return f"the samples were not found in {name}, {where}"
+    return (
+        f"{name} joins it with a number of the whole batch, as a penalty on the weights does, "
+        "which belongs to no sample"
     )
-    lost = any(place == UNKNOWN for place in places.values()) or not fits
-    lost |= any(
-        not isinstance(place, Layout) or not place.fits(t.shape, B, leaf.growth)
-        for place, t in zip(results, flat)
-        if t.requires_grad
-    )
-    is_written = any(
-        isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
-    ) or any(t is given for t in flat for given in leaves)
-    if not leaf.samples or not any(leaves[i].numel() for i in call.others):
-        lost, results = False, [FIRST] * len(flat)  # nothing to tell apart: all norms are zero
-        places.update(dict.fromkeys(places, FIRST))
-    where = f"{shapes[0]} -> {shapes[1]}"
-    for expression in call.expressions:
-        expression.note_use(call.name)
-        for each in expression.leaves:
-            if is_written:
-                each.fail(f"{call.name} writes to data")
-            elif drew:
-                each.fail(f"{call.name} draws random numbers, other ones for a sample alone")
-            elif leaf.starts is not None:
-                each.fail(f"{call.name} has no norms for packed documents here, {where}")
-            elif lost and not any(leaves[i].ndim for i in call.others):
-                each.fail(
-                    f"{call.name} joins it with a number of the whole batch, as a penalty on the "
-                    "weights does, which belongs to no sample"
-                )
-            elif lost:
-                each.fail(f"the samples were not found in {call.name}, {where}")
-    if is_written or drew or lost or leaf.starts is not None:
-        return out
-    again.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
-    return _replayed(again, out, [e.leaves[0].probe for e in call.expressions])

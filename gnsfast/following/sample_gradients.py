@@ -87,10 +87,9 @@ Part = Operands | Dense
 def leave(expression: Expression, part: Part, use: object) -> None:
     """Leave a part of the norms of a joined parameter. ``use`` tells one use from all others."""
     leaf = expression.leaves[0]
-    if use in leaf.parts:
-        for each in expression.leaves:
-            each.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
-    leaf.parts[use] = expression, part
+    if use in leaf.found.parts:
+        expression.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
+    leaf.found.parts[use] = expression, part
 
 
 def is_wanted(expressions: Sequence[Expression]) -> bool:
@@ -114,7 +113,7 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     """
     parts: dict[Leaf, list[tuple[Expression, Part]]] = {}
     for leaf in leaves:
-        for expression, part in leaf.parts.values():
+        for expression, part in leaf.found.parts.values():
             for each in expression.leaves:
                 parts.setdefault(each, []).append((expression, part))
     found: dict[Leaf, Tensor] = {}

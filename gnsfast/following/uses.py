@@ -12,7 +12,7 @@ from torch import Tensor
 from gnsfast import combinations
 from gnsfast.following import packed
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout
+from gnsfast.following.layouts import FIRST, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
     SAME,
@@ -148,7 +148,7 @@ def plan_for(
     if compiling():
         facts = merged([e.facts(value) for e, value in zip(expressions, values)])
         return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
-    key = (*map(id, expressions), dim, transposed, each, leaf.uses)
+    key = (*map(id, expressions), dim, transposed, each, leaf.found.uses)
     if (plan := leaf.plans.get(key)) is not None:
         return plan
     facts = merged([e.facts(value) for e, value in zip(expressions, values)])
@@ -287,7 +287,7 @@ def begin(
             )
     if layout is None:
         if not compiling():
-            leaf.functions -= 1  # the next kind of function looks for the same step
+            leaf.found.functions -= 1  # the next kind of function looks for the same step
         return None
     if not compiling():
         for expression in expressions:
@@ -300,7 +300,7 @@ def begin(
 def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
-    several = leaf.uses > again() or leaf.known_uses > 1
+    several = leaf.found.uses > again() or leaf.known_uses > 1
     several |= sum(step.is_use for step in leaf.steps) > 1
     return expression.kind == SAME and leaf.facts is NOTHING and not several
 
@@ -315,7 +315,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
         owner_N = packed.owners_to_save(x, leaf, step) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)
     if step is not None:
-        found = step.arguments[place] if place < len(step.arguments) else UNKNOWN
+        found = step.argument(place)
     if leaf.starts is not None:
         return packed.place_of(found, x, leaf)
     if step is None:

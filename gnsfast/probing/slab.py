@@ -158,7 +158,9 @@ class ProbeSlab:
             )
         self.rows = self.followed.passes.rows()
         # The rows of uses that were joined are not what backward left.
-        joined = (p.grad for leaf in self.leaves if leaf.joined for p in (leaf.probe, leaf.pair))
+        joined = (
+            p.grad for leaf in self.leaves if leaf.found.joined for p in (leaf.probe, leaf.pair)
+        )
         left = (*self.rows.values(), *(grad for grad in joined if grad is not None))
         if any(rows.requires_grad for rows in left):
             raise ObservationError(
@@ -166,9 +168,9 @@ class ProbeSlab:
                 "that you measure without it."
             )
         for leaf in self.leaves:
-            if leaf.failed:
+            if leaf.found.failed:
                 raise ObservationError(
-                    f"{leaf.name}: {leaf.failed}. If this is no mistake, leave it out: "
+                    f"{leaf.name}: {leaf.found.failed}. If this is no mistake, leave it out: "
                     f"gnsfast.configure(model, exclude=[{leaf.name!r}])."
                 )
 

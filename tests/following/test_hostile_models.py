@@ -470,6 +470,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.a, self.teacher = linear(), linear().requires_grad_(False)
         self.register_buffer("book", torch.randn(4, D))
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
         self.counts: dict[str, Any] = {
             "of": [torch.zeros(1), Counter(a=1)],
             "array": numpy.zeros(2),
@@ -480,12 +481,13 @@ class Teacher(nn.Module):
         self.teacher.weight.data.mul_(0.9).add_(self.a.weight.data, alpha=0.1)
         with torch.no_grad():
             self.teacher.bias.lerp_(self.a.bias, 0.1)
+            self.scale[0] = 0.9 * self.scale[0] + 0.1 * h.norm()
         self.book.data = 0.9 * self.book + 0.1 * h.detach().flatten(0, -2).mean(0)
         self.book.data[0].add_(1.0)
         self.counts["of"][0].add_(1.0)
         self.counts["of"][1]["a"] += 1
         self.counts["array"] += 1
-        return h + self.teacher(x) - self.book.mean(0) + float(self.counts["array"][0])
+        return h + self.teacher(x) / self.scale - self.book.mean(0) + float(self.counts["array"][0])
 
 
 def test_state_that_a_forward_pass_writes_to() -> None:

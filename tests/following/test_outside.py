@@ -56,6 +56,26 @@ def test_a_head_outside_of_the_model(loss: str, tied: bool) -> None:
         assert found.ok and {row.verdict for row in found.rows} == {"ok"}, found
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2.0, self.bias)
+
+
+def test_a_part_that_makes_something_of_a_weight_of_an_earlier_part() -> None:
+    """It is learnt in the block in which the other has used the weight."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(D, D), Doubled(D, D)])
+    model[1].weight = model[0].weight
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model[1](model[0](x).tanh())
+        return y.square().flatten(1).sum(1).mean()
+
+    for _ in range(2):
+        found = gnsfast.verify(model, loss, torch.randn(B, D))
+        assert found.ok and {row.verdict for row in found.rows} == {"ok"}, found
+
+
 def test_a_method_of_the_head() -> None:
     found = gnsfast.verify(
         Body(gnsfast.Linear), lambda m, ids: m.head.cross_entropy(m(ids), ids), IDS[:B]
