@@ -98,7 +98,7 @@ void compare(const char* what, const float* row, const std::vector<double>& expe
 void check_linear(const std::string& kernel) {
   int64_t B = one_of({1, 2, 3, 7, 40}), T = one_of({1, 2, 5, 33, 64, 1025, 2100});
   if (T > 1000) B = std::min<int64_t>(B, 2);
-  const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90}), N = one_of({1, 7, 16, 31, 32, 33, 70});
+  const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90}), N = one_of({1, 7, 16, 31, 32, 33, 70, 150});
   const bool bfloat16 = one_of({0, 0, 1}), segments = one_of({0, 0, 0, 1});
   const bool given = !segments && one_of({0, 0, 1});
   const bool metric = !given && (T > 1 || segments) && one_of({0, 1}), bias = one_of({0, 1});

@@ -24,8 +24,8 @@ namespace {
 #include "instruction_sets.h"
 
 const Kernel kKernels[] = {
-    {"avx512", avx512::kRows, avx512::kColumns, avx512::run},
-    {"avx2", avx2::kRows, avx2::kColumns, avx2::run},
+    {"avx512", avx512::kRows, avx512::kColumns, avx512::kGroup, avx512::run},
+    {"avx2", avx2::kRows, avx2::kColumns, avx2::kGroup, avx2::run},
 };
 
 void run_blocks(Work& work) {

@@ -14,7 +14,7 @@
 namespace gnsfast::cpu {
 
 constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
-constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
+constexpr int kShort = 100;           // tokens: below, a block of dW fits into the cache as well
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
@@ -38,10 +38,6 @@ struct Tile {
   int columns;
   float* part;            // of a long sample, from the chunks before
   float* root = nullptr;  // √P, or null
-};
-
-struct Squares {
-  double sample, total, sample_weighed, total_weighed;
 };
 
 // Panels of left and of right.
@@ -92,6 +88,7 @@ struct Work;
 struct Kernel {
   const char* name;
   int rows, columns;  // of a tile
+  int group;          // columns of right that are packed at a time
   void (*run)(Work&, int block, char* memory);
 };
 
@@ -169,7 +166,8 @@ inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
 inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool dw_cached,
                     int threads) {
   Grid grid{times(M, kernel.rows), times(N, kernel.columns), 0, 0, 0, 0};
-  const int most = std::max(1, kCached / ((dw_cached ? kWidest : std::max(1, tokens)) * kernel.rows));
+  const int each = dw_cached ? kWidest : std::max(kTokens, tokens);  // floats of a left row
+  const int most = std::max(1, kCached / (each * kernel.rows));
   const int rows = times(grid.rows, most), columns = times(grid.columns, kWidest / kernel.columns);
   double least = std::numeric_limits<double>::infinity();
   for (int k = columns; k <= std::min(grid.columns, columns + threads - 1); ++k) {
@@ -192,7 +190,7 @@ inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool
 
 // A thread's memory, cut up.
 struct Memory {
-  float *left_panels, *right_panel, *parts, *roots;
+  float *left_panels, *right_panels, *parts, *roots;
   double *left_sums, *right_sums;  // squares, total, carried
   size_t bytes;
 };
@@ -206,7 +204,7 @@ inline Memory memory_of(const Work& work, char* memory) {
   const int64_t tall = int64_t{work.grid.tallest} * work.kernel.rows;
   const int64_t wide = int64_t{work.grid.widest} * work.kernel.columns;
   take(m.left_panels, tall * work.tokens);
-  take(m.right_panel, int64_t{work.kernel.columns} * work.tokens);
+  take(m.right_panels, std::min<int64_t>(work.kernel.group, wide) * work.tokens);
   take(m.parts, work.parts ? tall * wide : 0);
   take(m.roots, work.call.weight.v ? tall * wide : 0);
   take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);

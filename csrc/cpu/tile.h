@@ -5,6 +5,7 @@
 constexpr int kVectors = 2, kColumns = kLanes * kVectors;
 // The sums of a tile, 2 registers of right and 1 of left: 31 of AVX-512's 32, 15 of AVX2's 16.
 constexpr int kRows = kLanes == 16 ? 14 : 6;
+constexpr int kGroup = 128;  // columns of right that are packed at a time
 typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
 
 // As many numbers as a register has float64.
@@ -22,15 +23,48 @@ V first(V v, int count) {
   return lane < count - L{} ? v : V{};
 }
 
+template <int kM = kRows, class Call>
+auto with_rows(int rows, const Call& call) {
+  if constexpr (kM > 1) {
+    if (rows < kM) return with_rows<kM - 1>(rows, call);
+  }
+  return call(std::integral_constant<int, kM>{});
+}
+
 // ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
 template <int kWidth, class Element>
 void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
   const bool whole = side.stride_n == 1 && columns == kWidth;
   for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
-    if (whole) {
+    if (whole && std::is_same_v<Element, float> && kWidth > kFew && kWidth % kFew) {
+      for (int k : {0, kWidth % kFew}) {  // some numbers twice: it takes two moves
+        std::memcpy(to + k, from + k, sizeof(Few));
+      }
+    } else if (whole) {
       for (int k = 0; k < kWidth; ++k) to[k] = value(from[k]);
     } else {
       for (int k = 0; k < kWidth; ++k) to[k] = k < columns ? value(from[k * side.stride_n]) : 0.f;
+    }
+  }
+}
+
+// Panels of kWidth columns. A few tokens of all panels at a time, so that reads run along rows.
+// ``kFill``: zeros fill up the last panel; else it is as narrow as its columns.
+template <int kWidth, bool kFill, class Element>
+void pack_panels(const Element* from, const Side& side, int tokens, int64_t columns, float* to) {
+  const int step = columns > kWidth ? 8 : tokens;
+  for (int t = 0; t < tokens; t += step, from += step * side.stride_t) {
+    const int few = std::min(step, tokens - t);
+    for (int64_t k = 0; k < columns; k += kWidth) {
+      const Element* at = from + k * side.stride_n;
+      const int wide = count(columns, k, kWidth);
+      if (kFill || wide == kWidth) {
+        pack<kWidth>(at, side, few, wide, to + k * tokens + t * kWidth);
+      } else {
+        with_rows(wide, [&](auto rows) {
+          pack<rows>(at, side, few, rows, to + k * tokens + t * rows);
+        });
+      }
     }
   }
 }
@@ -85,16 +119,28 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
   for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
 }
 
+// Of the tiles that a chunk completes. Vectors, as one number for each tile costs short samples more
+// than their product.
+struct Squares {
+  Wide sample = {}, total = {}, sample_weighed = {}, total_weighed = {};
+};
+
+inline void add(Wide& sum, const Vector (&squares)[kVectors]) {
+  Vector both = squares[0];
+  for (int v = 1; v < kVectors; ++v) both += squares[v];
+  sum += __builtin_convertvector(both, Wide);
+}
+
 // A tile's product with one chunk; when that completes a sample, its squares, and its sum into dW.
 template <int kM>
-Squares add_tile(const Tile& a, const Chunk& chunk) {
+void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
   Vector s[kM][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) s[m][v] = Vector{};
   }
-  if (chunk.last && !chunk.first) {
+  if (chunk.last) {
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
       const float* row = a.dw + m * a.row_step;
@@ -127,7 +173,7 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) store(a.part + m * kColumns + v * kLanes, s[m][v]);
     }
-    return {};
+    return;
   }
   Vector sample[kVectors] = {}, sample_weighed[kVectors] = {};
   Vector total[kVectors] = {}, total_weighed[kVectors] = {};
@@ -149,18 +195,15 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
       }
     }
   }
-  Squares found{sum_of(sample), 0, 0, 0};
-  if (chunk.final) found.total = sum_of(total);
-  if (a.root) {
-    found.sample_weighed = sum_of(sample_weighed);
-    if (chunk.final) found.total_weighed = sum_of(total_weighed);
-  }
-  return found;
+  add(squares.sample, sample);
+  if (chunk.final) add(squares.total, total);
+  if (a.root) add(squares.sample_weighed, sample_weighed);
+  if (a.root && chunk.final) add(squares.total_weighed, total_weighed);
 }
 
 // ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
 template <int kM>
-Squares add_beside(const Tile& tile, const Chunk& chunk) {
+void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
   float beside[kM * kColumns] = {};
   const auto each = [&](const auto& of) {
     for (int m = 0; m < kM; ++m) {
@@ -173,9 +216,8 @@ Squares add_beside(const Tile& tile, const Chunk& chunk) {
   Tile whole = tile;
   whole.dw = beside;
   whole.row_step = kColumns;
-  const Squares found = add_tile<kM>(whole, chunk);
+  add_tile<kM>(whole, chunk, squares);
   if (chunk.last) each([](float& in_dw, float copy) { in_dw = copy; });
-  return found;
 }
 
 // √P of a tile whose first element is ``first``, with zeros up to kColumns.
@@ -189,16 +231,8 @@ inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile&
   }
 }
 
-template <int kM = kRows, class Call>
-auto with_rows(int rows, const Call& call) {
-  if constexpr (kM > 1) {
-    if (rows < kM) return with_rows<kM - 1>(rows, call);
-  }
-  return call(std::integral_constant<int, kM>{});
-}
-
-// All chunks of a block of tiles. The left panels of a chunk stay in the second-level cache, a right
-// panel in the first-level one.
+// All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
+// second-level cache, a right panel in the first-level one.
 template <class Element>
 void walk(Work& work, int index, char* memory) {
   const LinearWgrad& call = work.call;
@@ -216,29 +250,37 @@ void walk(Work& work, int index, char* memory) {
   // A right panel that one tile reads is not worth packing.
   const bool packed = !std::is_same_v<Element, float> || right.stride_n != 1 ||
                       bottom - top > kRows || right_sums.total;
+  // A group fills the first-level cache, which few tiles would not refill with what they take.
+  const int64_t group = bottom - top > 4 * kRows ? kGroup : kColumns;
 
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
-    for (int64_t o = top; o < bottom; o += kRows) {
+    pack_panels<kRows, false>(left_data + top * left.stride_n, left, chunk.tokens, bottom - top,
+                              at.left_panels);
+    for (int64_t o = top; left_sums.total && o < bottom; o += kRows) {
       with_rows(count(bottom, o, kRows), [&](auto rows) {
-        float* to = at.left_panels + (o - top) * chunk.tokens;
-        pack<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, to);
-        if (left_sums.total) add_tokens<rows>(to, chunk, left_sums, o - top);
+        add_tokens<rows>(at.left_panels + (o - top) * chunk.tokens, chunk, left_sums, o - top);
       });
     }
     left_sums.end_chunk(chunk);
+    Squares found;
     for (int64_t i = begin; i < end; i += kColumns) {
       const int columns = count(end, i, kColumns);
       const Element* from = right_data + i * right.stride_n;
       const bool pack_this = packed || columns < kColumns;
-      if (pack_this) pack<kColumns>(from, right, chunk.tokens, columns, at.right_panel);
-      if (right_sums.total) add_tokens<kColumns>(at.right_panel, chunk, right_sums, i - begin);
+      const int64_t in_group = packed ? (i - begin) % group : 0;
+      if (pack_this && !in_group) {
+        pack_panels<kColumns, true>(from, right, chunk.tokens, std::min(group, end - i),
+                                    at.right_panels);
+      }
+      const float* const panel = at.right_panels + in_group * chunk.tokens;
+      if (right_sums.total) add_tokens<kColumns>(panel, chunk, right_sums, i - begin);
       for (int64_t o = top; o < bottom; o += kRows) {
         const int rows = count(bottom, o, kRows);
         const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
         const int64_t first = o * call.row_step + i * call.column_step;
-        Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, kColumns,
+        Tile tile{at.left_panels + (o - top) * chunk.tokens, panel, kColumns,
                   call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
@@ -249,15 +291,15 @@ void walk(Work& work, int index, char* memory) {
           if (chunk.first && !chunk.resume) fill_root(call.weight, first, rows, tile);
         }
         const bool whole = columns == kColumns && call.column_step == 1;
-        const Squares found = with_rows(rows, [&](auto m) {
-          return whole ? add_tile<m>(tile, chunk) : add_beside<m>(tile, chunk);
+        with_rows(rows, [&](auto m) {
+          whole ? add_tile<m>(tile, chunk, found) : add_beside<m>(tile, chunk, found);
         });
-        squares[chunk.sample] += found.sample;
-        squares[call.B] += found.total;
-        if (weighed) weighed[chunk.sample] += found.sample_weighed;
-        if (weighed) weighed[call.B] += found.total_weighed;
       }
     }
+    squares[chunk.sample] += sum_of(found.sample);
+    squares[call.B] += sum_of(found.total);
+    if (weighed) weighed[chunk.sample] += sum_of(found.sample_weighed);
+    if (weighed) weighed[call.B] += sum_of(found.total_weighed);
     right_sums.end_chunk(chunk);
   }
   left_sums.end(call.B);

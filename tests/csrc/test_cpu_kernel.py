@@ -94,6 +94,30 @@ BUGS = {
         "tile.right_step = right.stride_t;",
         "",
     ),
+    "every panel of a group is read as its first": (
+        "at.right_panels + in_group * chunk.tokens",
+        "at.right_panels + 0 * in_group * chunk.tokens",
+    ),
+    "a few tokens are packed over those before": (
+        "to + k * tokens + t * kWidth);",
+        "to + k * tokens);",
+    ),
+    "tokens beyond the first few are not those that are packed": (
+        "from += step * side.stride_t",
+        "from += 0 * step * side.stride_t",
+    ),
+    "a narrow panel is packed as a whole one": (
+        "to + k * tokens + t * rows);",
+        "to + k * tokens + t * kWidth);",
+    ),
+    "the middle of a panel is not copied": (
+        "for (int k : {0, kWidth % kFew})",
+        "for (int k : {0, 0})",
+    ),
+    "a tile's other register is not squared": (
+        "both += squares[v];",
+        "both += 0 * squares[v];",
+    ),
     "columns are taken to be side by side": (
         "side.stride_n == 1 && columns == kWidth",
         "columns == kWidth",
