@@ -277,4 +277,4 @@ def route(case: LayerCase) -> str:
         return linear_route(case.T, case.I, case.O)
     if case.T == 1:
         return "closed"
-    return "gram" if cpu.takes_gram(case.B, case.T, case.O, case.I) else "fused"
+    return "gram" if cpu.takes_gram(cpu.instructions(), case.B, case.T, case.O, case.I) else "fused"

@@ -24,13 +24,15 @@ namespace {
 #include "instruction_sets.h"
 
 const Kernel kKernels[] = {
-    {"avx512", avx512::kRows, avx512::kColumns, avx512::kGroup, avx512::run},
-    {"avx2", avx2::kRows, avx2::kColumns, avx2::kGroup, avx2::run},
+    {"avx512", avx512::kRows, avx512::kColumns, 0, kWidest / avx512::kColumns, 4, avx512::bytes_of,
+     avx512::run},
+    {"avx2", avx2::kRows, avx2::kColumns, 0, kWidest / avx2::kColumns, 4, avx2::bytes_of,
+     avx2::run},
 };
 
 void run_blocks(Work& work) {
   const auto take = [&](int block, char* memory) { work.kernel.run(work, block, memory); };
-  const size_t bytes = memory_of(work, nullptr).bytes;
+  const size_t bytes = work.kernel.bytes(work);
   for_each(work.call.team, work.threads, work.grid.blocks(), bytes, take);
 }
 
@@ -57,7 +59,11 @@ void write_rows(Work& work) {
 }  // namespace
 
 void linear_wgrad(LinearWgrad call, const std::string& name) {
-  const Kernel* const kernel = &kKernels[index_of(name)];
+  const Kernel* const kernel = name == "amx" ? amx_kernel() : &kKernels[index_of(name)];
+  if (!kernel) throw std::invalid_argument("this processor has no kernel amx");
+  if (name == "amx" ? !call.bfloat16 : call.dw_bfloat16) {
+    throw std::invalid_argument("amx alone writes bfloat16, and it reads nothing else");
+  }
   if (call.T == 1 && !call.starts) {  // the samples are the tokens of one
     call.left.stride_t = call.left.stride_b;
     call.right.stride_t = call.right.stride_b;

@@ -1,129 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of linear_wgrad.cpp, for one instruction set. A tile of dW, kRows x kColumns, stays in
 // registers while a sample's tokens go by.
+#include "panel.h"
 
-constexpr int kVectors = 2, kColumns = kLanes * kVectors;
-// The sums of a tile, 2 registers of right and 1 of left: 31 of AVX-512's 32, 15 of AVX2's 16.
-constexpr int kRows = kLanes == 16 ? 14 : 6;
 constexpr int kGroup = 128;  // columns of right that are packed at a time
-typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
-
-// As many numbers as a register has float64.
-constexpr int kFew = kLanes / 2;
-typedef float Few __attribute__((vector_size(kFew * sizeof(float))));
-typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), aligned(4), may_alias));
-typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
-typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
-
-// The first ``count`` lanes; zeros in the others.
-template <class V, class L>
-V first(V v, int count) {
-  L lane;
-  for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
-  return lane < count - L{} ? v : V{};
-}
-
-template <int kM = kRows, class Call>
-auto with_rows(int rows, const Call& call) {
-  if constexpr (kM > 1) {
-    if (rows < kM) return with_rows<kM - 1>(rows, call);
-  }
-  return call(std::integral_constant<int, kM>{});
-}
-
-// ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
-template <int kWidth, class Element>
-void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
-  const bool whole = side.stride_n == 1 && columns == kWidth;
-  for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
-    if (whole && std::is_same_v<Element, float> && kWidth > kFew && kWidth % kFew) {
-      for (int k : {0, kWidth % kFew}) {  // some numbers twice: it takes two moves
-        std::memcpy(to + k, from + k, sizeof(Few));
-      }
-    } else if (whole) {
-      for (int k = 0; k < kWidth; ++k) to[k] = value(from[k]);
-    } else {
-      for (int k = 0; k < kWidth; ++k) to[k] = k < columns ? value(from[k * side.stride_n]) : 0.f;
-    }
-  }
-}
-
-// Panels of kWidth columns. A few tokens of all panels at a time, so that reads run along rows.
-// ``kFill``: zeros fill up the last panel; else it is as narrow as its columns.
-template <int kWidth, bool kFill, class Element>
-void pack_panels(const Element* from, const Side& side, int tokens, int64_t columns, float* to) {
-  const int step = columns > kWidth ? 8 : tokens;
-  for (int t = 0; t < tokens; t += step, from += step * side.stride_t) {
-    const int few = std::min(step, tokens - t);
-    for (int64_t k = 0; k < columns; k += kWidth) {
-      const Element* at = from + k * side.stride_n;
-      const int wide = count(columns, k, kWidth);
-      if (kFill || wide == kWidth) {
-        pack<kWidth>(at, side, few, wide, to + k * tokens + t * kWidth);
-      } else {
-        with_rows(wide, [&](auto rows) {
-          pack<rows>(at, side, few, rows, to + k * tokens + t * rows);
-        });
-      }
-    }
-  }
-}
-
-// A token's next numbers in a packed panel of kWidth columns. It may read the next token's, too.
-template <int kWidth>
-Few next(const float* panel, int group) {
-  const auto v = *reinterpret_cast<const FewAnywhere*>(panel + group * kFew);
-  return first<Few, FewLanes>(v, kWidth - group * kFew);
-}
-
-// Adds the tokens of each sample in a packed panel, whose first column is ``column``.
-template <int kWidth>
-void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_t column) {
-  constexpr int kGroups = (kWidth + kFew - 1) / kFew;
-  const int tokens = chunk.tokens / chunk.samples;
-  auto* square = reinterpret_cast<Doubles*>(sums.squares);
-  Doubles total[kGroups] = {};
-  const bool single = tokens == 1 && chunk.samples > 1 && !sums.root;
-  if (single) {  // the loop below takes three times as long for it
-    for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
-      for (int g = 0; g < kGroups; ++g) {
-        const Doubles v = __builtin_convertvector(next<kWidth>(panel, g), Doubles);
-        total[g] += v;
-        square[sample * kSquares / kFew] += v * v;
-      }
-    }
-  }
-  for (int sample = 0; sample < chunk.samples && !single; ++sample) {
-    Doubles sum[kGroups] = {};
-    if (chunk.resume) std::memcpy(sum, sums.carried + column, kWidth * sizeof(double));
-    for (int done = 0; done < tokens; done += kFewTokens) {
-      Few few[kGroups] = {};
-      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, panel += kWidth) {
-        for (int g = 0; g < kGroups; ++g) few[g] += next<kWidth>(panel, g);
-      }
-      for (int g = 0; g < kGroups; ++g) sum[g] += __builtin_convertvector(few[g], Doubles);
-    }
-    if (!chunk.last) {
-      std::memcpy(sums.carried + column, sum, kWidth * sizeof(double));
-      return;
-    }
-    for (int g = 0; g < kGroups; ++g) {
-      total[g] += sum[g];
-      square[sample * kSquares / kFew] += sum[g] * sum[g];
-    }
-    for (int k = 0; sums.root && k < kWidth; ++k) {
-      const double weighed = sum[k / kFew][k % kFew] * sums.root[column + k];
-      sums.weighed[chunk.sample + sample] += weighed * weighed;
-    }
-  }
-  for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
-}
-
-// Of the tiles that a chunk completes. Vectors, as one number for each tile costs short samples more
-// than their product.
-struct Squares {
-  Wide sample = {}, total = {}, sample_weighed = {}, total_weighed = {};
-};
 
 inline void add(Wide& sum, const Vector (&squares)[kVectors]) {
   Vector both = squares[0];
@@ -231,6 +111,30 @@ inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile&
   }
 }
 
+// A thread's memory, cut up.
+struct Memory {
+  float *left_panels, *right_panels, *parts, *roots;
+  double *left_sums, *right_sums;  // squares, total, carried
+  size_t bytes;
+};
+
+inline Memory memory_of(const Work& work, char* memory) {
+  Cut cut{memory};
+  const int64_t tall = int64_t{work.grid.tallest} * kRows;
+  const int64_t wide = int64_t{work.grid.widest} * kColumns;
+  Memory m{};
+  cut.take(m.left_panels, tall * work.tokens);
+  cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
+  cut.take(m.parts, work.parts ? tall * wide : 0);
+  cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
+  cut.take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
+  cut.take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
+  m.bytes = cut.bytes;
+  return m;
+}
+
+inline size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes; }
+
 // All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
 // second-level cache, a right panel in the first-level one.
 template <class Element>
@@ -241,7 +145,6 @@ void walk(Work& work, int index, char* memory) {
   const Memory at = memory_of(work, memory);
   const Sums left_sums = sums_of(work, index, true, at.left_sums);
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
-  double *squares = work.found(index, kWeight), *weighed = work.found(index, kWeighed);
   const int64_t top = int64_t{kRows} * block.top;
   const int64_t bottom = std::min(left.N, int64_t{kRows} * block.bottom);
   const int64_t begin = int64_t{kColumns} * block.left;
@@ -296,10 +199,7 @@ void walk(Work& work, int index, char* memory) {
         });
       }
     }
-    squares[chunk.sample] += sum_of(found.sample);
-    squares[call.B] += sum_of(found.total);
-    if (weighed) weighed[chunk.sample] += sum_of(found.sample_weighed);
-    if (weighed) weighed[call.B] += sum_of(found.total_weighed);
+    found.note(work, index, chunk);
     right_sums.end_chunk(chunk);
   }
   left_sums.end(call.B);

@@ -43,8 +43,10 @@ def _devices() -> list[dict[str, str]]:
 
 
 def _instructions() -> list[str]:
-    """The instruction set of the CPU kernel."""
-    return [] if backends.missing("cpu", "cpu") else [cpu.instructions()]
+    """The instruction sets of the CPU kernel."""
+    if backends.missing("cpu", "cpu"):
+        return []
+    return [cpu.instructions(), *["amx for bfloat16"] * cpu.has_amx()]
 
 
 def _device(device: str, name: str) -> dict[str, str]:

@@ -52,6 +52,19 @@ def instructions() -> str:
     return next((name for name in _module().kernels() if name in allowed), "")
 
 
+@functools.cache
+def has_amx() -> bool:
+    """Whether bfloat16 has kernels for AMX here: processor, system and build have to allow it, and
+    so does ``ATEN_CPU_CAPABILITY``.
+    """
+    return instructions() == "avx512" and bool(_module().has_amx())
+
+
+def of_linear(dtype: torch.dtype) -> str:
+    """The instruction set of linear layers, whose dtype is one of ``DTYPES``."""
+    return "amx" if dtype == torch.bfloat16 and has_amx() else instructions()
+
+
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
@@ -61,7 +74,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return reference.linear_wgrad(a)
     left, right = (x, dy) if a.transposed else (dy, x)
     lead = (a.experts,) if a.experts else ()
-    dw = _empty(x, *lead, left.shape[-1], right.shape[-1])
+    dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
     rows = _empty(x, (1 + metric) * (1 + a.bias), a.samples + 2)
     if a.starts is None:
@@ -78,7 +91,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     if not (a.weight and all(takes(x, dy, B) for x, dy in zip(a.x_BTI, a.dy_BTO))):
         return reference.in_projection_wgrad(a)
     x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
-    dw, db = _empty(x, O, x.shape[2]), _empty(x, O if a.bias else 0)
+    dw, db = _empty_dw(x, a.dtype, O, x.shape[2]), _empty(x, O if a.bias else 0)
     rows = _empty(x, parts * (1 + a.bias), B + 2)
     end = 0
     for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
@@ -180,11 +193,11 @@ def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool =
     if x.numel() * dy.numel() == 0 or samples == 0:
         return False
     if segments:
-        return not metric and x.shape[0] >= SHORT[instructions()] * segments
+        return not metric and x.shape[0] >= SHORT[of_linear(x.dtype)] * segments
     return x.shape[1] > 1 or (not metric and min(x.shape[2], dy.shape[2]) > THIN)
 
 
-SHORT = {"avx512": 4, "avx2": 8}
+SHORT = {"amx": 4, "avx512": 4, "avx2": 8}
 """The smallest average number of rows in a segment for which the kernel is faster."""
 
 THIN = 4
@@ -198,19 +211,45 @@ def _lazy(t: Tensor) -> bool:
     return t.is_neg() or t.data_ptr() == 0
 
 
-def takes_gram(B: int, T: int, M: int, N: int) -> bool:
+def takes_gram(kernel: str, B: int, T: int, M: int, N: int) -> bool:
     """Whether Gram matrices give the norms of short samples, and the kernel multiplies all tokens
     at once. Counted in multiply-adds, with crossovers measured on a CPU: the matrices cost
     ``CALLS`` and T² (M + N) for a sample. Without them each sample's tile is squared and added,
     which costs as much as ``TILE``'s number for each element, in whole vectors.
     """
-    cost, columns = TILE[instructions()]
+    cost, columns = TILE[kernel]
     elements = M * -(-N // columns) * columns
     return T > 1 and B > 1 and CALLS + B * T * T * (M + N) < cost * B * elements
 
 
-TILE = {"avx512": (2, 32), "avx2": (3, 16)}
+TILE = {"amx": (50, 32), "avx512": (2, 32), "avx2": (3, 16)}
 CALLS = 1 << 19
+
+
+def _gram_sqnorms(kernel: str, left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
+    """[B]: short samples' squared norms in float64, by the products of each sample's tokens."""
+    if kernel != "amx":
+        return reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
+    (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
+    sqnorm_B = left_BTM.new_empty(B, dtype=torch.float64)
+    terms_B = torch.empty_like(sqnorm_B)
+    _module().amx_gram(
+        left_BTM.data_ptr(),
+        left_BTM.stride(),
+        right_BTN.data_ptr(),
+        right_BTN.stride(),
+        (B, T, M, N),
+        sqnorm_B.data_ptr(),
+        terms_B.data_ptr(),
+        torch.get_num_threads(),
+    )
+    cancelled_B = sqnorm_B < reference.CANCELLED * terms_B
+    if cancelled_B.any():
+        left, right = left_BTM[cancelled_B], right_BTN[cancelled_B]
+        dw_MN, rows = _empty(left, M, N), _empty(left, 1, len(left) + 2)
+        _tiles(kernel, left, right, dw_MN, None, rows)
+        sqnorm_B[cancelled_B] = rows[0, :-2].double()
+    return sqnorm_B
 
 
 def _segments_wgrad(
@@ -251,18 +290,35 @@ def _wgrad(
     With ``starts`` B is 1, and the samples are segments of T rows.
     """
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
-    sqnorm_B = None
-    if starts is None and not metrics and takes_gram(B, T, M, N):
+    kernel, sqnorm_B = of_linear(left_BTM.dtype), None
+    if starts is None and not metrics and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
-        sqnorm_B = reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
+        sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
+    _tiles(kernel, left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, metrics, starts, sqnorm_B)
+
+
+def _tiles(
+    kernel: str,
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    dw_MN: Tensor,
+    db: Tensor | None,
+    rows: Tensor,
+    bias_of_right: bool = False,
+    metrics: Sequence[Metric | None] = (),
+    starts: Tensor | None = None,
+    sqnorm_B: Tensor | None = None,
+) -> None:
+    """``_wgrad`` by an instruction set's kernel, where ``sqnorm_B`` may be known already."""
+    (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     kept = [_laid_out(metric) for metric in metrics if metric is not None]
     _module().linear_wgrad(
-        instructions(),
+        kernel,
         left_BTM.data_ptr(),
         left_BTM.stride(),
         right_BTN.data_ptr(),
         right_BTN.stride(),
-        left_BTM.dtype == torch.bfloat16,
+        (left_BTM.dtype == torch.bfloat16, dw_MN.dtype == torch.bfloat16),
         (B if starts is None else len(starts) - 1, T, M, N),
         0 if starts is None else starts.data_ptr(),
         0 if sqnorm_B is None else sqnorm_B.data_ptr(),
@@ -285,6 +341,12 @@ def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.float32)  # torch reads a tuple slowly
+
+
+def _empty_dw(x: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A weight's gradient for a kernel to fill: in float32, unless the kernel writes ``dtype``."""
+    written = dtype == torch.bfloat16 and of_linear(x.dtype) == "amx"
+    return x.new_empty(*shape, dtype=dtype if written else torch.float32)
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:

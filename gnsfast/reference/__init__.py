@@ -11,10 +11,11 @@ from gnsfast.reference.linear_grams import linear_grams
 from gnsfast.reference.linear_squares import linear_squares
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten, normed_input
-from gnsfast.reference.outer import gram_sqnorms
+from gnsfast.reference.outer import CANCELLED, gram_sqnorms
 from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm, sum_tokens
 
 __all__ = [
+    "CANCELLED",
     "MAX_HEAD_DIM",
     "attention_backward",
     "attention_forward",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import SETS, assert_row
+from cpu_cases import EDGES, SETS, assert_row, linear, single_samples
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -18,20 +18,6 @@ from gnsfast.ops import backends, cpu
 from gnsfast.signatures import InProjectionWgrad, LinearWgrad
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
-
-EDGES = [(5, 9), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
-"""[O, I] around whole tiles, and beyond a block of them."""
-
-
-def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -> LinearWgrad:
-    return LinearWgrad(x, dy, True, bias, transposed, torch.float32)
-
-
-def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
-    """dW and db of each sample, in float64."""
-    pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))
-    grads = [x_TI.T @ dy_TO if a.transposed else dy_TO.T @ x_TI for x_TI, dy_TO in pairs]
-    return torch.stack(grads), torch.stack([dy_TO.sum(0) for _, dy_TO in pairs])
 
 
 def assert_right(a: LinearWgrad) -> None:
@@ -242,14 +228,15 @@ def test_what_the_reference_computes(change: dict[str, Tensor]) -> None:
         (0, "avx1024", "no kernel avx1024"),
         (1, 0, "null pointer"),
         (6, (3, 0, 20, 40), "every size must be"),
+        (5, (False, True), "amx alone writes bfloat16"),
         (12, [(0, 1.0, 1.0)] * 3, "a metric for each gradient"),
     ],
 )
 def test_wrong_calls(place: int, value: object, words: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
     dw, rows = torch.empty(20, 40), torch.empty(1, 5)
-    call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), False, (3, 5, 20, 40)]
-    call += [0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
+    call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), (False, False)]
+    call += [(3, 5, 20, 40), 0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
     cpu._module().linear_wgrad(*call)
     call[place] = value
     with pytest.raises(ValueError, match=words):
