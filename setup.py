@@ -43,13 +43,13 @@ HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
 CPU_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
 CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
-AMX_UNITS = ("amx_wgrad.cpp", "amx_gram.cpp")
-AMX_FLAG = "-DGNSFAST_AMX"
+BFLOAT16_UNITS = ("bfloat16_wgrad.cpp", "amx_wgrad.cpp", "amx_gram.cpp")
+BFLOAT16_FLAG = "-DGNSFAST_BFLOAT16"
 # What an old assembler or compiler does not know.
-AMX_PROBE = """
+BFLOAT16_PROBE = """
 #include <immintrin.h>
-#define BFLOAT16 __attribute__((target("avx512bf16")))
-BFLOAT16 __m512bh narrowed(__m512 v) { return _mm512_cvtne2ps_pbh(v, v); }
+#define HALVES __attribute__((target("avx512bf16")))
+HALVES __m512bh narrowed(__m512 v) { return _mm512_cvtne2ps_pbh(v, v); }
 int main() { asm volatile("tdpbf16ps %tmm6, %tmm4, %tmm0"); }
 """
 GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu", "finish.cu")
@@ -172,14 +172,15 @@ def cpu_extension() -> Any | None:
     if why:
         print(f"gnsfast: {why}: installing without the CPU kernel", file=sys.stderr)
         return None
-    has_amx = _runs([*compiler, "-x", "c++", "-c", "-", "-o", os.devnull], AMX_PROBE)
-    if not has_amx:
-        print(f"gnsfast: {compiler[0]} does not know AMX: leaving its kernels out", file=sys.stderr)
+    knows_bfloat16 = _runs([*compiler, "-x", "c++", "-c", "-", "-o", os.devnull], BFLOAT16_PROBE)
+    if not knows_bfloat16:
+        lacking = f"{compiler[0]} does not know AMX: bfloat16 has no kernels of its own"
+        print(f"gnsfast: {lacking}", file=sys.stderr)
     return Pybind11Extension(
         "gnsfast._cpu",
-        [str(CSRC / "cpu" / name) for name in CPU_UNITS + AMX_UNITS * has_amx],
+        [str(CSRC / "cpu" / name) for name in CPU_UNITS + BFLOAT16_UNITS * knows_bfloat16],
         cxx_std=17,
-        extra_compile_args=[*CPU_FLAGS, *[AMX_FLAG] * has_amx],
+        extra_compile_args=[*CPU_FLAGS, *[BFLOAT16_FLAG] * knows_bfloat16],
         extra_link_args=["-Wl,-s"],
         depends=[str(path) for path in CSRC.glob("cpu/*.h")],
         optional=wanted == "auto",  # then a compiler that fails is a warning

@@ -14,7 +14,7 @@ namespace gnsfast::cpu {
 namespace {
 
 #define GNSFAST_LOOPS "amx_products.h"
-#include "amx_instructions.h"
+#include "avx512_instructions.h"
 
 }  // namespace
 

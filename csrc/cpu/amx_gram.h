@@ -13,7 +13,7 @@ struct Gram {
   Team team;
 };
 
-#ifdef GNSFAST_AMX
+#ifdef GNSFAST_BFLOAT16
 void amx_gram(const Gram& call);
 bool has_amx();
 #else

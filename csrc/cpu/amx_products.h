@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of amx_gram.cpp.
+#include "amx_pack.h"
 
 constexpr int kHalf = kTile / 2;
 

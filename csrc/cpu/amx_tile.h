@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of amx_wgrad.cpp.
+#include "amx_pack.h"
 #include "panel.h"
 
 constexpr int kGroup = 128;  // columns of right that are packed at a time
@@ -58,7 +59,7 @@ void pack_panels(const Bfloat16* from, const Side& side, int tokens, int64_t col
 // What the bias and samples of one token need of 32 columns: they take the float32 kernel's way.
 inline void add_panel(const Bfloat16* from, const Side& side, const Chunk& chunk, int columns,
                       float* panel, const Sums& sums, int64_t column) {
-  pack<kColumns>(from, side, chunk.tokens, columns, panel);
+  pack_numbers<kColumns>(from, side, chunk.tokens, columns, panel);
   add_tokens<kColumns>(panel, chunk, sums, column);
 }
 

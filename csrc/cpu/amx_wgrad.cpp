@@ -13,7 +13,7 @@ namespace gnsfast::cpu {
 namespace {
 
 #define GNSFAST_LOOPS "amx_tile.h"
-#include "amx_instructions.h"
+#include "avx512_instructions.h"
 
 size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes; }
 

@@ -144,7 +144,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of gnsfast; gnsfast.ops.cpu checks the tensors that it passes.";
   m.def("kernels", &gnsfast::cpu::instruction_sets, "What this processor runs, the fastest first.");
   m.def("has_threads", [] { return openmp() != nullptr; }, "Whether torch's OpenMP was found.");
-  m.def("has_amx", &gnsfast::cpu::has_amx, "Whether bfloat16 has the kernels for AMX.");
+  m.def("bfloat16_kernels", &gnsfast::cpu::bfloat16_kernels,
+        "What this processor runs for linear layers in bfloat16 alone, the fastest first.");
   m.def("amx_gram", &amx_gram, "Short samples' squared norms, and the sums of their absolute terms.");
   m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
   m.def("norm_backward", &norm_backward, "dx; dW and db unless 0, and their probe rows.");

@@ -108,8 +108,10 @@ void check_linear(const std::string& kernel) {
   if (T > 1000) B = std::min<int64_t>(B, 2);
   const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90});
   const int64_t N = one_of({1, 7, 16, 31, 32, 33, 70, 150});
-  const bool amx = kernel == "amx";
-  const bool bfloat16 = amx || one_of({0, 0, 1}), segments = one_of({0, 0, 0, 1});
+  const std::vector<std::string> halves = bfloat16_kernels();
+  const bool bfloat16 = std::find(halves.begin(), halves.end(), kernel) != halves.end() ||
+                        one_of({0, 0, 1});
+  const bool segments = one_of({0, 0, 0, 1});
   const bool given = !segments && one_of({0, 0, 1});
   const bool metric = !given && (T > 1 || segments) && one_of({0, 1}), bias = one_of({0, 1});
   const int64_t samples = B, rows_of_side = segments ? B * T : T;
@@ -139,7 +141,7 @@ void check_linear(const std::string& kernel) {
   const int64_t row = samples + 2;
   std::vector<float> dw(M * N, kNan), db(of_bias, kNan), rows(4 * row, kNan);
   call.dw = dw.data();
-  call.dw_bfloat16 = amx && one_of({0, 1});
+  call.dw_bfloat16 = kernel == "amx" && one_of({0, 1});
   call.row_step = N;
   call.column_step = 1;
   call.db = bias ? db.data() : nullptr;
@@ -196,12 +198,13 @@ void check_linear(const std::string& kernel) {
 }
 
 void check_gram() {
-  const int64_t B = one_of({1, 2, 3, 7, 20}), T = one_of({2, 3, 5, 8, 9, 16, 17, 31, 32, 33, 64, 100});
+  const int64_t B = one_of({1, 2, 3, 7, 20}), T = one_of({2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100});
   const int64_t M = one_of({1, 7, 32, 64, 65, 160}), N = one_of({1, 15, 31, 32, 128, 200});
   const bool flat = one_of({0, 1});
   const Operand left(B, T, M, true, flat), right(B, T, N, true, flat);
   std::vector<double> sqnorms(B, kNan), terms(B, kNan);
-  amx_gram({left.side, right.side, B, T, sqnorms.data(), terms.data(), {one_of({1, 2, 3}), on_threads}});
+  const Team team{one_of({1, 2, 3}), on_threads};
+  amx_gram({left.side, right.side, B, T, sqnorms.data(), terms.data(), team});
   for (int64_t b = 0; b < B; ++b) {
     double sum = 0, absolute = 0;
     for (int64_t t = 0; t < T; ++t) {
@@ -336,7 +339,9 @@ int main(int count, char** words) {
     for (int k = 0; k < 300 && !wrong; ++k) check_norm(kernel);
     for (int k = 0; k < 100 && !wrong; ++k) check_embedding(kernel);
   }
-  for (int k = 0; k < 150 && !wrong && has_amx(); ++k) check_linear("amx");
+  for (const std::string& kernel : bfloat16_kernels()) {
+    for (int k = 0; k < 150 && !wrong; ++k) check_linear(kernel);
+  }
   for (int k = 0; k < 100 && !wrong && has_amx(); ++k) check_gram();
   if (!wrong) std::puts("ok");
   return wrong;

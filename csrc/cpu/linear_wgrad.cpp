@@ -56,13 +56,27 @@ void write_rows(Work& work) {
   for (int k = 0; k < parameters * (call.weight.v ? 2 : 1); ++k) row(k)[call.B + 1] = 1.f;
 }
 
+const Kernel* kernel_of(const std::string& name, bool bfloat16) {
+  for (const Kernel* kernel : {amx_kernel(), bfloat16_kernel()}) {
+    if (kernel && bfloat16 && name == kernel->name) return kernel;
+  }
+  return &kKernels[index_of(name)];
+}
+
 }  // namespace
 
+std::vector<std::string> bfloat16_kernels() {
+  std::vector<std::string> names;
+  for (const Kernel* kernel : {amx_kernel(), bfloat16_kernel()}) {
+    if (kernel) names.push_back(kernel->name);
+  }
+  return names;
+}
+
 void linear_wgrad(LinearWgrad call, const std::string& name) {
-  const Kernel* const kernel = name == "amx" ? amx_kernel() : &kKernels[index_of(name)];
-  if (!kernel) throw std::invalid_argument("this processor has no kernel amx");
-  if (name == "amx" ? !call.bfloat16 : call.dw_bfloat16) {
-    throw std::invalid_argument("amx alone writes bfloat16, and it reads nothing else");
+  const Kernel* const kernel = kernel_of(name, call.bfloat16);
+  if (call.dw_bfloat16 && kernel != amx_kernel()) {
+    throw std::invalid_argument("amx alone writes bfloat16");
   }
   if (call.T == 1 && !call.starts) {  // the samples are the tokens of one
     call.left.stride_t = call.left.stride_b;

@@ -28,7 +28,10 @@ struct LinearWgrad {
   Team team;
 };
 
-// ``instructions`` may be "amx" as well, for bfloat16.
+// What this processor has for bfloat16 alone, the fastest first.
+std::vector<std::string> bfloat16_kernels();
+
+// ``instructions`` may be one of these as well.
 void linear_wgrad(LinearWgrad call, const std::string& instructions);
 
 }  // namespace gnsfast::cpu

@@ -32,7 +32,7 @@ auto with_rows(int rows, const Call& call) {
 
 // ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
 template <int kWidth, class Element>
-void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
+void pack_numbers(const Element* from, const Side& side, int tokens, int columns, float* to) {
   const bool whole = side.stride_n == 1 && columns == kWidth;
   for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
     if (whole && std::is_same_v<Element, float> && kWidth > kFew && kWidth % kFew) {
@@ -47,21 +47,33 @@ void pack(const Element* from, const Side& side, int tokens, int columns, float*
   }
 }
 
+// What a panel holds for each column: a number of each token.
+struct Numbers {
+  static constexpr int kTokens = 1;
+  template <int kWidth, class Element>
+  static void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
+    pack_numbers<kWidth>(from, side, tokens, columns, to);
+  }
+  static void add_product(Vector& sum, float left, Vector right) { sum += broadcast(left) * right; }
+};
+
 // Panels of kWidth columns. A few tokens of all panels at a time, so that reads run along rows.
 // ``kFill``: zeros fill up the last panel; else it is as narrow as its columns.
-template <int kWidth, bool kFill, class Element>
+template <class Packed, int kWidth, bool kFill, class Element>
 void pack_panels(const Element* from, const Side& side, int tokens, int64_t columns, float* to) {
-  const int step = columns > kWidth ? 8 : tokens;
+  const int step = columns > kWidth ? 8 : tokens, rows = times(tokens, Packed::kTokens);
   for (int t = 0; t < tokens; t += step, from += step * side.stride_t) {
     const int few = std::min(step, tokens - t);
     for (int64_t k = 0; k < columns; k += kWidth) {
       const Element* at = from + k * side.stride_n;
       const int wide = count(columns, k, kWidth);
       if (kFill || wide == kWidth) {
-        pack<kWidth>(at, side, few, wide, to + k * tokens + t * kWidth);
+        float* const panel = to + k * rows + t / Packed::kTokens * kWidth;
+        Packed::template pack<kWidth>(at, side, few, wide, panel);
       } else {
-        with_rows(wide, [&](auto rows) {
-          pack<rows>(at, side, few, rows, to + k * tokens + t * rows);
+        with_rows(wide, [&](auto narrow) {
+          float* const panel = to + k * rows + t / Packed::kTokens * narrow;
+          Packed::template pack<narrow>(at, side, few, narrow, panel);
         });
       }
     }

@@ -31,7 +31,8 @@ struct Chunk {
 
 struct Tile {
   const float *left, *right;  // packed panels
-  int64_t right_step;         // from token to token
+  int rows;                   // of these
+  int64_t right_step;         // from row to row
   float* dw;
   int64_t row_step, column_step;
   int columns;
@@ -93,10 +94,13 @@ struct Kernel {
   void (*run)(Work&, int block, char* memory);
 };
 
-#ifdef GNSFAST_AMX
-const Kernel* amx_kernel();  // null where the processor has none
+// Null where the processor has none.
+#ifdef GNSFAST_BFLOAT16
+const Kernel* amx_kernel();
+const Kernel* bfloat16_kernel();
 #else
 inline const Kernel* amx_kernel() { return nullptr; }
+inline const Kernel* bfloat16_kernel() { return nullptr; }
 #endif
 
 struct Work {

@@ -12,7 +12,7 @@ inline void add(Wide& sum, const Vector (&squares)[kVectors]) {
 }
 
 // A tile's product with one chunk; when that completes a sample, its squares, and its sum into dW.
-template <int kM>
+template <class Packed, int kM>
 void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
   Vector s[kM][kVectors];
 #pragma GCC unroll 16
@@ -29,15 +29,14 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
     }
   }
   const float *left = a.left, *right = a.right;
-  for (int t = 0; t < chunk.tokens; ++t, left += kM, right += a.right_step) {
+  for (int t = 0; t < a.rows; ++t, left += kM, right += a.right_step) {
     Vector r[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) r[v] = load(right + v * kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
-      const Vector l = broadcast(left[m]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) s[m][v] += l * r[v];
+      for (int v = 0; v < kVectors; ++v) Packed::add_product(s[m][v], left[m], r[v]);
     }
   }
   if (chunk.resume) {  // after the product: one sum over all tokens would lose digits
@@ -82,7 +81,7 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
 }
 
 // ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
-template <int kM>
+template <class Packed, int kM>
 void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
   float beside[kM * kColumns] = {};
   const auto each = [&](const auto& of) {
@@ -96,7 +95,7 @@ void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
   Tile whole = tile;
   whole.dw = beside;
   whole.row_step = kColumns;
-  add_tile<kM>(whole, chunk, squares);
+  add_tile<Packed, kM>(whole, chunk, squares);
   if (chunk.last) each([](float& in_dw, float copy) { in_dw = copy; });
 }
 
@@ -114,6 +113,7 @@ inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile&
 // A thread's memory, cut up.
 struct Memory {
   float *left_panels, *right_panels, *parts, *roots;
+  float* panel;                    // whose tokens are added, if the packed ones hold no numbers
   double *left_sums, *right_sums;  // squares, total, carried
   size_t bytes;
 };
@@ -127,6 +127,7 @@ inline Memory memory_of(const Work& work, char* memory) {
   cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
   cut.take(m.parts, work.parts ? tall * wide : 0);
   cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
+  cut.take(m.panel, kColumns * (work.tokens + 1));
   cut.take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
   cut.take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
   m.bytes = cut.bytes;
@@ -137,7 +138,7 @@ inline size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes
 
 // All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
 // second-level cache, a right panel in the first-level one.
-template <class Element>
+template <class Packed, class Element>
 void walk(Work& work, int index, char* memory) {
   const LinearWgrad& call = work.call;
   const Side &left = call.left, &right = call.right;
@@ -159,11 +160,17 @@ void walk(Work& work, int index, char* memory) {
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
-    pack_panels<kRows, false>(left_data + top * left.stride_n, left, chunk.tokens, bottom - top,
-                              at.left_panels);
+    const int packed_rows = times(chunk.tokens, Packed::kTokens);
+    pack_panels<Packed, kRows, false>(left_data + top * left.stride_n, left, chunk.tokens,
+                                      bottom - top, at.left_panels);
     for (int64_t o = top; left_sums.total && o < bottom; o += kRows) {
       with_rows(count(bottom, o, kRows), [&](auto rows) {
-        add_tokens<rows>(at.left_panels + (o - top) * chunk.tokens, chunk, left_sums, o - top);
+        const float* panel = at.left_panels + (o - top) * packed_rows;
+        if constexpr (Packed::kTokens > 1) {
+          pack_numbers<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, at.panel);
+          panel = at.panel;
+        }
+        add_tokens<rows>(panel, chunk, left_sums, o - top);
       });
     }
     left_sums.end_chunk(chunk);
@@ -174,16 +181,21 @@ void walk(Work& work, int index, char* memory) {
       const bool pack_this = packed || columns < kColumns;
       const int64_t in_group = packed ? (i - begin) % group : 0;
       if (pack_this && !in_group) {
-        pack_panels<kColumns, true>(from, right, chunk.tokens, std::min(group, end - i),
-                                    at.right_panels);
+        pack_panels<Packed, kColumns, true>(from, right, chunk.tokens, std::min(group, end - i),
+                                            at.right_panels);
       }
-      const float* const panel = at.right_panels + in_group * chunk.tokens;
-      if (right_sums.total) add_tokens<kColumns>(panel, chunk, right_sums, i - begin);
+      const float* const panel = at.right_panels + in_group * packed_rows;
+      if (Packed::kTokens > 1 && right_sums.total) {
+        pack_numbers<kColumns>(from, right, chunk.tokens, columns, at.panel);
+        add_tokens<kColumns>(at.panel, chunk, right_sums, i - begin);
+      } else if (right_sums.total) {
+        add_tokens<kColumns>(panel, chunk, right_sums, i - begin);
+      }
       for (int64_t o = top; o < bottom; o += kRows) {
         const int rows = count(bottom, o, kRows);
         const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
         const int64_t first = o * call.row_step + i * call.column_step;
-        Tile tile{at.left_panels + (o - top) * chunk.tokens, panel, kColumns,
+        Tile tile{at.left_panels + (o - top) * packed_rows, panel, packed_rows, kColumns,
                   call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
@@ -195,7 +207,7 @@ void walk(Work& work, int index, char* memory) {
         }
         const bool whole = columns == kColumns && call.column_step == 1;
         with_rows(rows, [&](auto m) {
-          whole ? add_tile<m>(tile, chunk, found) : add_beside<m>(tile, chunk, found);
+          whole ? add_tile<Packed, m>(tile, chunk, found) : add_beside<Packed, m>(tile, chunk, found);
         });
       }
     }
@@ -207,5 +219,6 @@ void walk(Work& work, int index, char* memory) {
 }
 
 inline void run(Work& work, int index, char* memory) {
-  work.call.bfloat16 ? walk<Bfloat16>(work, index, memory) : walk<float>(work, index, memory);
+  work.call.bfloat16 ? walk<Numbers, Bfloat16>(work, index, memory)
+                     : walk<Numbers, float>(work, index, memory);
 }

@@ -46,7 +46,8 @@ def _instructions() -> list[str]:
     """The instruction sets of the CPU kernel."""
     if backends.missing("cpu", "cpu"):
         return []
-    return [cpu.instructions(), *["amx for bfloat16"] * cpu.has_amx()]
+    halves = cpu.for_bfloat16()
+    return [cpu.instructions(), *[f"{halves} for bfloat16"] * bool(halves)]
 
 
 def _device(device: str, name: str) -> dict[str, str]:

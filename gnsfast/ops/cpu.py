@@ -23,6 +23,8 @@ from gnsfast.signatures import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
+LINEAR_DTYPES = (*DTYPES, torch.float16)
+"""A linear layer's float16 is copied to float32 first, which takes a tenth of its product."""
 
 
 @functools.cache
@@ -53,16 +55,16 @@ def instructions() -> str:
 
 
 @functools.cache
-def has_amx() -> bool:
-    """Whether bfloat16 has kernels for AMX here: processor, system and build have to allow it, and
-    so does ``ATEN_CPU_CAPABILITY``.
+def for_bfloat16() -> str:
+    """What linear layers use in bfloat16 alone, ``amx`` or ``avx512_bf16``: processor, system and
+    build have to allow it, and so does ``ATEN_CPU_CAPABILITY``. Empty if there is none.
     """
-    return instructions() == "avx512" and bool(_module().has_amx())
+    return next(iter(_module().bfloat16_kernels()), "") if instructions() == "avx512" else ""
 
 
 def of_linear(dtype: torch.dtype) -> str:
     """The instruction set of linear layers, whose dtype is one of ``DTYPES``."""
-    return "amx" if dtype == torch.bfloat16 and has_amx() else instructions()
+    return (dtype == torch.bfloat16 and for_bfloat16()) or instructions()
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,6 +74,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     segments = 0 if a.starts is None else len(a.starts) - 1
     if not (a.weight and takes(x, dy, a.samples, segments, metric)):
         return reference.linear_wgrad(a)
+    x, dy = _readable(x), _readable(dy)
     left, right = (x, dy) if a.transposed else (dy, x)
     lead = (a.experts,) if a.experts else ()
     dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
@@ -96,7 +99,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     end = 0
     for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         own = slice(end, end := end + dy.shape[2])
-        _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
+        _wgrad(_readable(dy), _readable(x), dw[own], db[own] if a.bias else None, rows[part::parts])
     return _as(dw, a.dtype), _as(db, a.dtype), rows
 
 
@@ -185,10 +188,11 @@ def _address(t: Tensor | None) -> int:
 def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:
     """Whether the kernel computes this weight gradient.
 
-    It takes float32 and bfloat16 tensors of any strides, if none is empty. The reference is faster
-    for norms of one-token samples under a metric or of a thin weight, and for short segments.
+    It takes float32, bfloat16 and float16 tensors of any strides, if none is empty. The reference
+    is faster for norms of one-token samples under a metric or of a thin weight, and for short
+    segments.
     """
-    if x.dtype != dy.dtype or x.dtype not in DTYPES or _lazy(x) or _lazy(dy):
+    if x.dtype != dy.dtype or x.dtype not in LINEAR_DTYPES or _lazy(x) or _lazy(dy):
         return False
     if x.numel() * dy.numel() == 0 or samples == 0:
         return False
@@ -197,7 +201,7 @@ def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool =
     return x.shape[1] > 1 or (not metric and min(x.shape[2], dy.shape[2]) > THIN)
 
 
-SHORT = {"amx": 4, "avx512": 4, "avx2": 8}
+SHORT = {"amx": 4, "avx512_bf16": 4, "avx512": 4, "avx2": 8}
 """The smallest average number of rows in a segment for which the kernel is faster."""
 
 THIN = 4
@@ -222,7 +226,7 @@ def takes_gram(kernel: str, B: int, T: int, M: int, N: int) -> bool:
     return T > 1 and B > 1 and CALLS + B * T * T * (M + N) < cost * B * elements
 
 
-TILE = {"amx": (50, 32), "avx512": (2, 32), "avx2": (3, 16)}
+TILE = {"amx": (50, 32), "avx512_bf16": (2, 32), "avx512": (2, 32), "avx2": (3, 16)}
 CALLS = 1 << 19
 
 
@@ -347,6 +351,10 @@ def _empty_dw(x: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """A weight's gradient for a kernel to fill: in float32, unless the kernel writes ``dtype``."""
     written = dtype == torch.bfloat16 and of_linear(x.dtype) == "amx"
     return x.new_empty(*shape, dtype=dtype if written else torch.float32)
+
+
+def _readable(t: Tensor) -> Tensor:
+    return t.float() if t.dtype == torch.float16 else t
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:

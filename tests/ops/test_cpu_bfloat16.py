@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels for AMX, as Python calls them: on a processor with AMX, or on the model of its
-instructions in ``csrc/cpu/amx_model.h``.
+"""The CPU kernels for bfloat16 alone. Those for AMX run on a processor with AMX, or on the model of
+its instructions in ``csrc/cpu/amx_model.h``.
 """
 
 import importlib.util
@@ -24,25 +24,23 @@ CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
 FLAGS = "-std=c++17 -O1 -ffp-contract=fast -fno-math-errno -Wno-psabi -fPIC -fvisibility=hidden"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.source,
-    pytest.mark.skipif("avx512" not in SETS, reason="its loops need AVX-512"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.skipif("avx512" not in SETS, reason="no AVX-512"),
 ]
 
 
 @pytest.fixture(scope="session")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``gnsfast._cpu``, on a processor without AMX with the model of its instructions."""
-    if cpu.has_amx():
-        return cpu._module()
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``gnsfast._cpu`` with the model of AMX."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
     pybind11 = pytest.importorskip("pybind11")
     folder = tmp_path_factory.mktemp("model")
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     sources = [path for path in CSRC.glob("*.cpp") if path.name != "check.cpp"]
     compile_all = [
         subprocess.Popen(
-            ["g++", *FLAGS.split(), "-DGNSFAST_AMX", "-DGNSFAST_AMX_MODEL", *includes]
+            ["g++", *FLAGS.split(), "-DGNSFAST_BFLOAT16", "-DGNSFAST_AMX_MODEL", *includes]
             + ["-c", str(path), "-o", str(folder / f"{path.stem}.o")]
         )
         for path in sources
@@ -55,15 +53,21 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
-    assert found.has_amx()
+    assert found.bfloat16_kernels()[0] == "amx"
     return found
 
 
-@pytest.fixture(autouse=True)
-def amx(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_module", lambda: module)
+@pytest.fixture(autouse=True, params=[pytest.param("amx", marks=pytest.mark.slow), "avx512_bf16"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = str(request.param)
+    if name not in cpu._module().bfloat16_kernels():
+        if name != "amx":
+            pytest.skip(f"no {name}")
+        model = request.getfixturevalue("model")
+        monkeypatch.setattr(cpu, "_module", lambda: model)
     monkeypatch.setattr(cpu, "instructions", lambda: "avx512")
-    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setattr(cpu, "for_bfloat16", lambda: name)
+    return name
 
 
 def halves(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -96,13 +100,13 @@ def test_short_samples(T: int, gram: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert_right(linear(*halves((9, T, 64), (9, T, 96))))
 
 
-def test_terms_that_cancel() -> None:
+def test_terms_that_cancel(kernel: str) -> None:
     """Tokens alike and a dy that sums to zero: the products of rows lose all digits."""
     x = (torch.randn(3, 1, 64) + 1e-2 * torch.randn(3, 8, 64)).bfloat16()
     dy = torch.randn(3, 8, 96)
     dy = (dy - dy.mean(1, keepdim=True)).bfloat16()
     sqnorm_B = single_samples(linear(x, dy))[0].flatten(1).square().sum(1)
-    found_B = cpu._gram_sqnorms("amx", dy, x)
+    found_B = cpu._gram_sqnorms(kernel, dy, x)
     torch.testing.assert_close(found_B, sqnorm_B, rtol=1e-6, atol=0)
 
 
@@ -212,10 +216,12 @@ def test_errors_are_torchs(B: int, T: int) -> None:
     assert error(ours) <= 2 * error(dy.flatten(0, 1).T @ x.flatten(0, 1))
 
 
-def test_wrong_calls(module: Any) -> None:
+def test_wrong_calls(kernel: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
-    with pytest.raises(ValueError, match="it reads nothing else"):
-        cpu._tiles("amx", dy, x, torch.empty(20, 40), None, torch.empty(1, 5))
+    with pytest.raises(ValueError, match=f"no kernel {kernel}"):
+        cpu._tiles(kernel, dy, x, torch.empty(20, 40), None, torch.empty(1, 5))
+    if kernel != "amx":
+        return
     sides = (dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride())
     with pytest.raises(ValueError, match="null pointer"):
-        module.amx_gram(*sides, (3, 5, 20, 40), 0, 0, 1)
+        cpu._module().amx_gram(*sides, (3, 5, 20, 40), 0, 0, 1)
