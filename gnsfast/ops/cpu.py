@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import reference
+from gnsfast.ops import cpu_product
 from gnsfast.signatures import (
     EmbeddingWgrad,
     InProjectionWgrad,
@@ -295,9 +296,14 @@ def _wgrad(
     """
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     kernel, sqnorm_B = of_linear(left_BTM.dtype), None
-    if starts is None and not metrics and takes_gram(kernel, B, T, M, N):
+    plain = starts is None and not metrics
+    if plain and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
+    short = plain and (T == 1 or sqnorm_B is not None) and left_BTM.dtype == torch.float32
+    if short and B * T * M * N >= cpu_product.LARGE and product().name == "torch":
+        _by_torch(left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, sqnorm_B)
+        return
     _tiles(kernel, left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, metrics, starts, sqnorm_B)
 
 
@@ -334,6 +340,52 @@ def _tiles(
         rows.stride(0),
         torch.get_num_threads(),
     )
+
+
+def product() -> cpu_product.Choice:
+    """Who multiplies all tokens of short samples in float32."""
+    kernel = instructions()
+
+    def ours(left_1TM: Tensor, right_1TN: Tensor) -> None:
+        dw_MN, rows = (
+            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
+            _empty(left_1TM, 1, 3),
+        )
+        _tiles(kernel, left_1TM, right_1TN, dw_MN, None, rows, sqnorm_B=known)
+
+    def torchs(left_1TM: Tensor, right_1TN: Tensor) -> None:
+        dw_MN, rows = (
+            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
+            _empty(left_1TM, 1, 3),
+        )
+        _by_torch(left_1TM, right_1TN, dw_MN, None, rows, False, known)
+
+    known = torch.zeros(1, dtype=torch.float64)
+    return cpu_product.chosen(kernel, {"gnsfast": ours, "torch": torchs})
+
+
+def _by_torch(
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    dw_MN: Tensor,
+    db: Tensor | None,
+    rows: Tensor,
+    bias_of_right: bool,
+    sqnorm_B: Tensor | None,
+) -> None:
+    """``_tiles`` by torch's product, for samples of one token or with norms that are known."""
+    left_RM, right_RN = left_BTM.flatten(0, 1), right_BTN.flatten(0, 1)
+    torch.mm(left_RM.T, right_RN, out=dw_MN)
+    if sqnorm_B is None:
+        sqnorm_B = (reference.norm_rows(left_RM) * reference.norm_rows(right_RN)).double().square_()
+    rows[0, :-2], rows[0, -2], rows[:, -1] = sqnorm_B, reference.sqnorm(dw_MN), 1.0
+    if db is not None:
+        sum_BN = reference.sum_tokens(right_BTN if bias_of_right else left_BTM)
+        torch.sum(sum_BN, 0, out=db)
+        rows[1, :-2], rows[1, -2] = (
+            reference.norm_rows(sum_BN).double().square_(),
+            reference.sqnorm(db),
+        )
 
 
 def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:

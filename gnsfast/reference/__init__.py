@@ -12,7 +12,7 @@ from gnsfast.reference.linear_squares import linear_squares
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten, normed_input
 from gnsfast.reference.outer import CANCELLED, gram_sqnorms
-from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm, sum_tokens
+from gnsfast.reference.rows import metric_sqnorm, norm, norm_rows, probe_rows, sqnorm, sum_tokens
 
 __all__ = [
     "CANCELLED",
@@ -29,6 +29,7 @@ __all__ = [
     "linked_rows",
     "metric_sqnorm",
     "norm",
+    "norm_rows",
     "norm_backward",
     "norm_backward_aten",
     "normed_input",
