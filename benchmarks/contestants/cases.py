@@ -168,6 +168,11 @@ def small_gpt(model: type[GPT] = GPT, most: int | None = None) -> Problem:
     return Problem("small GPT", model.T, model(), gpt_loss, batch)
 
 
+def autocast_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return gpt_loss(model, batch)
+
+
 def compiled_step(contestant: Contestant) -> Callable[[], None]:
     """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
     return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
