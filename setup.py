@@ -42,8 +42,9 @@ HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
 HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
 CPU_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
-BFLOAT16_UNITS = ("bfloat16_wgrad.cpp", "amx_wgrad.cpp", "amx_gram.cpp")
+CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "gram.cpp", "norm_backward.cpp")
+CPU_UNITS += ("embedding_wgrad.cpp",)
+BFLOAT16_UNITS = ("bfloat16_wgrad.cpp", "bfloat16_gram.cpp", "amx_wgrad.cpp", "amx_gram.cpp")
 BFLOAT16_FLAG = "-DGNSFAST_BFLOAT16"
 # What an old assembler or compiler does not know.
 BFLOAT16_PROBE = """

@@ -69,7 +69,8 @@ void multiply() {
 }
 
 // The 16 numbers of ``low``, then those of ``high``.
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma"))) inline __m512i narrowed(__m512 low, __m512 high) {
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
+inline __m512i narrowed(__m512 low, __m512 high) {
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 

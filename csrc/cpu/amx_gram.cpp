@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// ||left_bᵀ right_b||² is the sum of the products of two matrices, which hold the products of all
-// pairs of left's rows, and of right's. For short samples they cost less than left_bᵀ right_b.
-#include "amx_gram.h"
-
+// gram.cpp for bfloat16 by AMX. Very short samples share a tile register.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "amx.h"
+#include "gram_kernels.h"
 #include "plan.h"
 
 namespace gnsfast::cpu {
@@ -18,10 +16,10 @@ namespace {
 
 }  // namespace
 
-bool has_amx() { return amx::available(); }
-
 void amx_gram(const Gram& call) {
-  if (!has_amx()) throw std::invalid_argument("this processor has no AMX");
+  if (!amx::available() || !call.bfloat16) {
+    throw std::invalid_argument("amx needs a processor that has it, and bfloat16");
+  }
   const int64_t together = in_group(call.T), groups = times(call.B, int(together));
   const int64_t products = call.B * call.T * call.T * (call.left.N + call.right.N);
   const int items = int(std::min<int64_t>(groups, 8 * call.team.threads));

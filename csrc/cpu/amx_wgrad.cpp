@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of linear_wgrad.cpp for bfloat16 by AMX, whose registers hold [16, 32] numbers. A tile
-// of dW is 32 x 32 here. It leaves the registers after each sample's tokens, for AVX-512 to square it.
+// of dW is 32 x 32 here. It leaves the registers after each sample's tokens: AVX-512 squares it.
 #include "amx.h"
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "linear_wgrad.h"
 #include "plan.h"

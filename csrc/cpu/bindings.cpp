@@ -10,8 +10,8 @@
 #include <tuple>
 #include <vector>
 
-#include "amx_gram.h"
 #include "embedding_wgrad.h"
+#include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
 
@@ -93,16 +93,18 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   gnsfast::cpu::linear_wgrad(call, kernel);
 }
 
-void amx_gram(uintptr_t left, const Strides& left_strides, uintptr_t right,
-              const Strides& right_strides, const std::array<int64_t, 4>& shape, uintptr_t sqnorms,
-              uintptr_t terms, int threads) {
+void gram_sqnorms(const std::string& kernel, uintptr_t left, const Strides& left_strides,
+                  uintptr_t right, const Strides& right_strides, bool bfloat16,
+                  const std::array<int64_t, 4>& shape, uintptr_t sqnorms, uintptr_t terms,
+                  int threads) {
   const auto [B, T, M, N] = shape;
   check_sizes(shape);
   if (!left || !right || !sqnorms || !terms) throw std::invalid_argument("a null pointer");
-  const gnsfast::cpu::Gram call{side(left, left_strides, M), side(right, right_strides, N), B, T,
-                                at<double>(sqnorms), at<double>(terms), {threads, openmp()}};
+  const gnsfast::cpu::Gram call{
+      side(left, left_strides, M), side(right, right_strides, N), bfloat16, B, T,
+      at<double>(sqnorms), at<double>(terms), {threads, openmp()}};
   py::gil_scoped_release release;
-  gnsfast::cpu::amx_gram(call);
+  gnsfast::cpu::gram_sqnorms(call, kernel);
 }
 
 void norm_backward(const std::string& kernel, uintptr_t dy, const Strides& dy_strides, uintptr_t x,
@@ -146,7 +148,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("has_threads", [] { return openmp() != nullptr; }, "Whether torch's OpenMP was found.");
   m.def("bfloat16_kernels", &gnsfast::cpu::bfloat16_kernels,
         "What this processor runs for linear layers in bfloat16 alone, the fastest first.");
-  m.def("amx_gram", &amx_gram, "Short samples' squared norms, and the sums of their absolute terms.");
+  m.def("gram_sqnorms", &gram_sqnorms,
+        "Short samples' squared norms, and the sums of their absolute terms.");
   m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
   m.def("norm_backward", &norm_backward, "dx; dW and db unless 0, and their probe rows.");
   m.def("embedding_wgrad", &embedding_wgrad, "Adds to dW; its probe row.");

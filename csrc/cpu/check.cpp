@@ -10,8 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "amx_gram.h"
 #include "embedding_wgrad.h"
+#include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
 
@@ -197,14 +197,18 @@ void check_linear(const std::string& kernel) {
   }
 }
 
-void check_gram() {
+void check_gram(const std::string& kernel) {
+  const std::vector<std::string> halves = bfloat16_kernels();
+  const bool bfloat16 = std::find(halves.begin(), halves.end(), kernel) != halves.end() ||
+                        one_of({0, 1});
   const int64_t B = one_of({1, 2, 3, 7, 20}), T = one_of({2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100});
   const int64_t M = one_of({1, 7, 32, 64, 65, 160}), N = one_of({1, 15, 31, 32, 128, 200});
   const bool flat = one_of({0, 1});
-  const Operand left(B, T, M, true, flat), right(B, T, N, true, flat);
+  const Operand left(B, T, M, bfloat16, flat), right(B, T, N, bfloat16, flat);
+  if (kernel != "amx" && (left.side.stride_n != 1 || right.side.stride_n != 1)) return;
   std::vector<double> sqnorms(B, kNan), terms(B, kNan);
   const Team team{one_of({1, 2, 3}), on_threads};
-  amx_gram({left.side, right.side, B, T, sqnorms.data(), terms.data(), team});
+  gram_sqnorms({left.side, right.side, bfloat16, B, T, sqnorms.data(), terms.data(), team}, kernel);
   for (int64_t b = 0; b < B; ++b) {
     double sum = 0, absolute = 0;
     for (int64_t t = 0; t < T; ++t) {
@@ -219,7 +223,10 @@ void check_gram() {
     compare("norms by products of rows", sqnorms[b], sum, 1e-6 * absolute + 1e-3);
     compare("absolute terms", terms[b], absolute, 1e-6 * absolute + 1e-3);
   }
-  if (wrong) std::printf("B %ld, T %ld, M %ld, N %ld\n", long(B), long(T), long(M), long(N));
+  if (wrong) {
+    std::printf("%s: rows, B %ld, T %ld, M %ld, N %ld, bfloat16 %d\n", kernel.c_str(), long(B),
+                long(T), long(M), long(N), bfloat16);
+  }
 }
 
 void check_norm(const std::string& kernel) {
@@ -338,11 +345,12 @@ int main(int count, char** words) {
     for (int k = 0; k < 300 && !wrong; ++k) check_linear(kernel);
     for (int k = 0; k < 300 && !wrong; ++k) check_norm(kernel);
     for (int k = 0; k < 100 && !wrong; ++k) check_embedding(kernel);
+    for (int k = 0; k < 100 && !wrong; ++k) check_gram(kernel);
   }
   for (const std::string& kernel : bfloat16_kernels()) {
     for (int k = 0; k < 150 && !wrong; ++k) check_linear(kernel);
+    for (int k = 0; k < 100 && !wrong; ++k) check_gram(kernel);
   }
-  for (int k = 0; k < 100 && !wrong && has_amx(); ++k) check_gram();
   if (!wrong) std::puts("ok");
   return wrong;
 }

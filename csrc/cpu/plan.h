@@ -187,7 +187,8 @@ inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool
       const int i = std::min(grid.rows, std::max(rows, times(int64_t{round} * threads, k)));
       const double tall = times(grid.rows, i) * kernel.rows;
       const double wide = times(grid.columns, k) * kernel.columns;
-      const double cost = times(int64_t{i} * k, threads) * (tall * wide + kernel.packing * (tall + wide));
+      const double block = tall * wide + kernel.packing * (tall + wide);
+      const double cost = times(int64_t{i} * k, threads) * block;
       if (cost < least) {
         least = cost;
         grid.in_rows = i;

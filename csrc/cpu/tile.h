@@ -207,7 +207,8 @@ void walk(Work& work, int index, char* memory) {
         }
         const bool whole = columns == kColumns && call.column_step == 1;
         with_rows(rows, [&](auto m) {
-          whole ? add_tile<Packed, m>(tile, chunk, found) : add_beside<Packed, m>(tile, chunk, found);
+          whole ? add_tile<Packed, m>(tile, chunk, found)
+                : add_beside<Packed, m>(tile, chunk, found);
         });
       }
     }

@@ -220,29 +220,36 @@ def takes_gram(kernel: str, B: int, T: int, M: int, N: int) -> bool:
     """Whether Gram matrices give the norms of short samples, and the kernel multiplies all tokens
     at once. Counted in multiply-adds, with crossovers measured on a CPU: the matrices cost
     ``CALLS`` and T² (M + N) for a sample. Without them each sample's tile is squared and added,
-    which costs as much as ``TILE``'s number for each element, in whole vectors.
+    which costs as much as a number of ``TILE`` for each element, in whole vectors.
     """
-    cost, columns = TILE[kernel]
+    small, large, columns = TILE[kernel]
     elements = M * -(-N // columns) * columns
+    cost = large if elements > CACHED else small
     return T > 1 and B > 1 and CALLS + B * T * T * (M + N) < cost * B * elements
 
 
-TILE = {"amx": (50, 32), "avx512_bf16": (2, 32), "avx512": (2, 32), "avx2": (3, 16)}
-CALLS = 1 << 19
+TILE = {
+    "amx": (50, 50, 32),
+    "avx512_bf16": (3.5, 7, 32),
+    "avx512": (2, 7, 32),
+    "avx2": (3, 3, 16),
+}
+"""What an element of a small dW and of a large one costs in each sample, and a tile's columns."""
+CALLS, CACHED = 1 << 19, 1 << 20
 
 
 def _gram_sqnorms(kernel: str, left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
     """[B]: short samples' squared norms in float64, by the products of each sample's tokens."""
-    if kernel != "amx":
-        return reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     sqnorm_B = left_BTM.new_empty(B, dtype=torch.float64)
     terms_B = torch.empty_like(sqnorm_B)
-    _module().amx_gram(
+    _module().gram_sqnorms(
+        kernel,
         left_BTM.data_ptr(),
         left_BTM.stride(),
         right_BTN.data_ptr(),
         right_BTN.stride(),
+        left_BTM.dtype == torch.bfloat16,
         (B, T, M, N),
         sqnorm_B.data_ptr(),
         terms_B.data_ptr(),

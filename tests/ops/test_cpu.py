@@ -90,6 +90,27 @@ def test_short_samples(
     assert_right(linear(torch.randn(70, T, 33), torch.randn(70, T, 20)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K", [33, 5000])
+def test_products_of_rows(K: int, dtype: torch.dtype, instructions: str) -> None:
+    x, dy = torch.randn(3, 6, K).to(dtype), torch.randn(3, 6, 20).to(dtype)
+    want_B = single_samples(linear(x, dy))[0].flatten(1).square().sum(1)
+    for left, right in ((x, dy), (dy, x)):
+        found_B = cpu._gram_sqnorms(instructions, left, right)
+        torch.testing.assert_close(found_B, want_B, rtol=1e-6, atol=0)
+
+
+def test_terms_that_cancel(instructions: str) -> None:
+    """Tokens alike and a dy that sums to zero: the products of rows lose digits."""
+    x = torch.randn(3, 1, 64) + 1e-3 * torch.randn(3, 8, 64)
+    dy = torch.randn(3, 8, 96)
+    dy -= dy.mean(1, keepdim=True)
+    want_B = single_samples(linear(x, dy))[0].flatten(1).square().sum(1)
+    assert (want_B < 1e-2 * (x.square().sum((1, 2)) * dy.square().sum((1, 2)))).all()
+    found_B = cpu._gram_sqnorms(instructions, dy, x)
+    torch.testing.assert_close(found_B, want_B, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("T", [1, 3, 70])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -220,8 +220,8 @@ def test_wrong_calls(kernel: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
     with pytest.raises(ValueError, match=f"no kernel {kernel}"):
         cpu._tiles(kernel, dy, x, torch.empty(20, 40), None, torch.empty(1, 5))
-    if kernel != "amx":
-        return
+    with pytest.raises(ValueError, match="kernel avx512_bf16|amx needs"):
+        cpu._gram_sqnorms(kernel, dy, x)
     sides = (dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride())
     with pytest.raises(ValueError, match="null pointer"):
-        cpu._module().amx_gram(*sides, (3, 5, 20, 40), 0, 0, 1)
+        cpu._module().gram_sqnorms(kernel, *sides, True, (3, 5, 20, 40), 0, 0, 1)
