@@ -75,7 +75,8 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     segments = 0 if a.starts is None else len(a.starts) - 1
     if not (a.weight and takes(x, dy, a.samples, segments, metric)):
         return reference.linear_wgrad(a)
-    x, dy = _readable(x), _readable(dy)
+    if x.dtype == torch.float16:
+        x, dy = x.float(), dy.float()
     left, right = (x, dy) if a.transposed else (dy, x)
     lead = (a.experts,) if a.experts else ()
     dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
@@ -95,12 +96,16 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     if not (a.weight and all(takes(x, dy, B) for x, dy in zip(a.x_BTI, a.dy_BTO))):
         return reference.in_projection_wgrad(a)
     x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
-    dw, db = _empty_dw(x, a.dtype, O, x.shape[2]), _empty(x, O if a.bias else 0)
+    one_kernel = all(each.dtype == x.dtype for each in a.x_BTI)
+    dw = _empty_dw(x, a.dtype if one_kernel else torch.float32, O, x.shape[2])
+    db = _empty(x, O if a.bias else 0)
     rows = _empty(x, parts * (1 + a.bias), B + 2)
     end = 0
     for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         own = slice(end, end := end + dy.shape[2])
-        _wgrad(_readable(dy), _readable(x), dw[own], db[own] if a.bias else None, rows[part::parts])
+        if x.dtype == torch.float16:
+            x, dy = x.float(), dy.float()
+        _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
     return _as(dw, a.dtype), _as(db, a.dtype), rows
 
 
@@ -410,10 +415,6 @@ def _empty_dw(x: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """A weight's gradient for a kernel to fill: in float32, unless the kernel writes ``dtype``."""
     written = dtype == torch.bfloat16 and of_linear(x.dtype) == "amx"
     return x.new_empty(*shape, dtype=dtype if written else torch.float32)
-
-
-def _readable(t: Tensor) -> Tensor:
-    return t.float() if t.dtype == torch.float16 else t
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -182,6 +182,15 @@ def test_in_projection() -> None:
             )
 
 
+def test_in_projection_of_two_dtypes() -> None:
+    x, dy = halves((3, 50, 40), (3, 50, 20))
+    xs, dys = [x, x.float()], [dy, dy.float()]
+    dw, _, rows = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, False, torch.bfloat16))
+    assert dw.dtype == torch.bfloat16
+    torch.testing.assert_close(dw[:20], dw[20:])  # one rounding apart
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-6, atol=0)
+
+
 def test_infinities_stay_in_their_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """33 columns leave 31 of a tile's empty, and infinity times zero is no number."""
     for gram in (False, True):
