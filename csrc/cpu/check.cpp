@@ -349,7 +349,7 @@ int main(int count, char** words) {
   }
   for (const std::string& kernel : bfloat16_kernels()) {
     for (int k = 0; k < 150 && !wrong; ++k) check_linear(kernel);
-    for (int k = 0; k < 100 && !wrong; ++k) check_gram(kernel);
+    for (int k = 0; k < 300 && !wrong; ++k) check_gram(kernel);
   }
   if (!wrong) std::puts("ok");
   return wrong;

@@ -143,10 +143,14 @@ BUGS = {
         "both += 0 * squares[v];",
     ),
     "columns are taken to be side by side": (
-        "side.stride_n == 1 && columns == kWidth",
-        "columns == kWidth",
+        "side.stride_n == 1 && columns == kWidth;",
+        "columns == kWidth;",
     ),
-    "bfloat16 is shifted by 15": ("<< 16;\n  float value", "<< 15;\n  float value"),
+    "pairs: columns are taken to be side by side": (
+        "side.stride_n == 1 && columns == kWidth &&",
+        "columns == kWidth &&",
+    ),
+    "bfloat16 is shifted by 15": ("(x.bits) << 16", "(x.bits) << 15"),
     "a long sample's bias is not carried over": (
         "if (chunk.resume) std::memcpy(sum,",
         "if (false) std::memcpy(sum,",
@@ -251,21 +255,27 @@ BUGS = {
     ),
     "AMX: registers are used before they are configured": ("  const amx::Tiles tiles;\n\n", ""),
     "rows' products: those beside the diagonal count once": ("(t < s ? 2 : 1) *", "1 *"),
-    "rows' products: the last numbers of a row are lost": ("if (k < stop) {", "if (false) {"),
+    "rows' products: the last numbers of a row are lost": (
+        "std::copy(a[i] + k, a[i] + stop, copy[i]);",
+        "std::copy(a[i] + k, a[i] + k, copy[i]);",
+    ),
     "rows' products: rows beyond the last token count": (
         "i < kSide && s + i < T; ++i",
         "i < kSide; ++i",
     ),
     "rows' products: the absolute sum cancels": (
-        "absolute += std::abs(term);",
-        "absolute += term;",
+        "sum += term;\n          absolute += std::abs(term);",
+        "sum += term;\n          absolute += term;",
     ),
     "rows' products: bfloat16 is not shifted": ("(words << 16)", "(words << 15)"),
     "rows' products: half of the pairs are taken twice": (
         "static constexpr int kStep = 2 * kLanes;",
         "static constexpr int kStep = kLanes;",
     ),
-    "AMX, rows' products: those beside the diagonal count once": ("t < s ? 2 : 1", "t < s ? 1 : 1"),
+    "AMX, rows' products: those beside the diagonal count once": (
+        "const double times = t < s ? 2 : 1;",
+        "const double times = 1;",
+    ),
     "AMX, rows' products: samples are taken to be adjacent": (
         "first + count <= T || side.stride_b == T * side.stride_t",
         "true",
@@ -316,8 +326,8 @@ BUGS = {
     ),
     "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
     "bfloat16 is cut off, not rounded": (
-        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
-        "bits >> 16)",
+        "uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
+        "uint16_t>(bits >> 16)",
     ),
     "the row of a norm's bias is its weight's": (
         "if (call.db) finish(work, 1, call.db, row);",
