@@ -42,7 +42,17 @@ HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
 HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
 CPU_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
+CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "gram.cpp", "norm_backward.cpp")
+CPU_UNITS += ("embedding_wgrad.cpp",)
+BFLOAT16_UNITS = ("bfloat16_wgrad.cpp", "bfloat16_gram.cpp", "amx_wgrad.cpp", "amx_gram.cpp")
+BFLOAT16_FLAG = "-DGNSFAST_BFLOAT16"
+# What an old assembler or compiler does not know.
+BFLOAT16_PROBE = """
+#include <immintrin.h>
+#define HALVES __attribute__((target("avx512bf16")))
+HALVES __m512bh narrowed(__m512 v) { return _mm512_cvtne2ps_pbh(v, v); }
+int main() { asm volatile("tdpbf16ps %tmm6, %tmm4, %tmm0"); }
+"""
 GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu", "finish.cu")
 
 
@@ -136,9 +146,9 @@ class Build(build_ext):  # type: ignore[misc]
         super().build_extension(ext)
 
 
-def _runs(command: list[str]) -> bool:
+def _runs(command: list[str], text: str = "") -> bool:
     try:
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True, input=text.encode()).returncode == 0
     except OSError:
         return False
 
@@ -163,11 +173,15 @@ def cpu_extension() -> Any | None:
     if why:
         print(f"gnsfast: {why}: installing without the CPU kernel", file=sys.stderr)
         return None
+    knows_bfloat16 = _runs([*compiler, "-x", "c++", "-c", "-", "-o", os.devnull], BFLOAT16_PROBE)
+    if not knows_bfloat16:
+        lacking = f"{compiler[0]} does not know AMX: bfloat16 has no kernels of its own"
+        print(f"gnsfast: {lacking}", file=sys.stderr)
     return Pybind11Extension(
         "gnsfast._cpu",
-        [str(CSRC / "cpu" / name) for name in CPU_UNITS],
+        [str(CSRC / "cpu" / name) for name in CPU_UNITS + BFLOAT16_UNITS * knows_bfloat16],
         cxx_std=17,
-        extra_compile_args=CPU_FLAGS,
+        extra_compile_args=[*CPU_FLAGS, *[BFLOAT16_FLAG] * knows_bfloat16],
         extra_link_args=["-Wl,-s"],
         depends=[str(path) for path in CSRC.glob("cpu/*.h")],
         optional=wanted == "auto",  # then a compiler that fails is a warning

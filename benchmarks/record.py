@@ -63,26 +63,53 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 def machine() -> dict[str, Any]:
     """Processor, cores, load, versions and commit of this run."""
-    model = platform.processor() or platform.machine()
+    known: dict[str, str] = {}  # of the last core
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        model = lines[0].partition(":")[2].strip() if lines else model
+        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
+        known = {key.strip(): value.strip() for key, _, value in lines}
+    flags = known.get("flags", "").split()
     return {
-        "processor": model,
+        "processor": known.get("model name") or platform.processor() or platform.machine(),
+        "instruction sets": ", ".join(name for name in SETS if name in flags) or "unknown",
+        "torch's products": products(torch.__config__.show()),
         "cores": os.cpu_count(),
         "load at start": round(LOAD, 2),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{d.name: d.version for d in importlib.metadata.distributions() if d.name in PEERS},
-        "CPU kernel": "none" if backends.backend("cpu") == "reference" else cpu.instructions(),
+        "CPU kernel": _cpu_kernel(),
         **(_gpu() if torch.cuda.is_available() else {}),
         "commit": os.environ.get("GNSFAST_COMMIT")  # where a checkout travels without its history
         or _line("git", "describe", "--always", "--dirty", "--abbrev=10")
         or "unknown",
         "date": datetime.date.today().isoformat(),
     }
+
+
+SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16")
+"""What products use of a processor, as Linux writes it."""
+
+
+def products(config: str) -> str:
+    """The libraries of torch's matrix products, from what it says of its build."""
+    found = [
+        f"{name} {version[1]}"
+        for name, words in (
+            ("MKL", r"Math Kernel Library Version ([\d.]+)"),
+            ("oneDNN", r"DNN v([\d.]+)"),
+        )
+        if (version := re.search(words, config))
+    ]
+    blas = re.search(r"BLAS_INFO=(\w+)", config)
+    return ", ".join([*found, *([f"BLAS is {blas[1]}"] if blas else [])]) or "unknown"
+
+
+def _cpu_kernel() -> str:
+    if backends.backend("cpu") == "reference":
+        return "none"
+    return ", ".join(filter(None, (cpu.instructions(), cpu.for_bfloat16())))
 
 
 def _gpu() -> dict[str, Any]:

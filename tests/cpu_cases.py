@@ -5,8 +5,23 @@ import torch
 from torch import Tensor
 
 from gnsfast.ops import cpu
+from gnsfast.signatures import LinearWgrad
 
 SETS = [] if cpu.missing() else cpu._module().kernels()
+
+EDGES = [(5, 9), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
+"""[O, I] around whole tiles, and beyond a block of them."""
+
+
+def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -> LinearWgrad:
+    return LinearWgrad(x, dy, True, bias, transposed, torch.float32)
+
+
+def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
+    """dW and db of each sample, in float64."""
+    pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))
+    grads = [x_TI.T @ dy_TO if a.transposed else dy_TO.T @ x_TI for x_TI, dy_TO in pairs]
+    return torch.stack(grads), torch.stack([dy_TO.sum(0) for _, dy_TO in pairs])
 
 
 def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:

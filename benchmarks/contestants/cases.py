@@ -168,6 +168,11 @@ def small_gpt(model: type[GPT] = GPT, most: int | None = None) -> Problem:
     return Problem("small GPT", model.T, model(), gpt_loss, batch)
 
 
+def autocast_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return gpt_loss(model, batch)
+
+
 def compiled_step(contestant: Contestant) -> Callable[[], None]:
     """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
     return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
@@ -277,4 +282,4 @@ def route(case: LayerCase) -> str:
         return linear_route(case.T, case.I, case.O)
     if case.T == 1:
         return "closed"
-    return "gram" if cpu.takes_gram(case.B, case.T, case.O, case.I) else "fused"
+    return "gram" if cpu.takes_gram(cpu.instructions(), case.B, case.T, case.O, case.I) else "fused"

@@ -2,10 +2,12 @@
 """The parts of ``python -m benchmarks cpu``: each returns its tables."""
 
 import argparse
+import copy
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from benchmarks import measure, record
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
 from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
+from benchmarks.contestants.sessions import SingleSamples
 from benchmarks.cpu import fresh
 from benchmarks.record import Rows, Tables
 
@@ -94,6 +97,40 @@ def step(threads: list[int], rounds: int) -> Tables:
                 row |= norms_of(verdicts(n)[c.name])
             rows.append(row)
     return {"Whole training step": rows}
+
+
+def autocast(threads: list[int], rounds: int) -> Tables:
+    """gnsfast's training step beside plain's in bfloat16, where float64 is no measure of the norms:
+    passes of single samples at the same precision are.
+    """
+    torch.set_num_threads(threads[-1])
+    problem = replace(cases.small_gpt(), loss_of=cases.autocast_loss)
+    check_autocast(problem)
+    rows: Rows = []
+    for n in threads:
+        torch.set_num_threads(n)
+        both = (PLAIN, GNSFAST)
+        steps = {c.name: cases.training_step(c, None, cases.autocast_loss) for c in both}
+        for name, timing in measure.interleave(steps, MORE * rounds).items():
+            row = {"threads": n, "contestant": name, "rounds": MORE * rounds}
+            rows.append(row | {"ms": round(timing.milliseconds, 1), "ratio": timing})
+    return {"Whole training step under autocast(bfloat16)": rows}
+
+
+def check_autocast(problem: Problem) -> None:
+    """Every norm within ``HALF`` of single samples'."""
+    ours = problem.prepare(GNSFAST)
+    single = SingleSamples(copy.deepcopy(problem.model), problem.loss_of, problem.batch, problem.B)
+    ours.run()
+    single.run()
+    for name, want_B in single.sqnorms().items():
+        off = ((ours.sqnorms()[name] - want_B).abs() / want_B).max().item()
+        if not off <= HALF:
+            raise SystemExit(f"gnsfast under autocast: {name} is off by {off:.1e}")
+
+
+HALF = 1e-2
+"""A few roundings of bfloat16 which do not average out: the small GPT's norms differ by 1e-3."""
 
 
 def lengths(threads: list[int], rounds: int) -> Tables:
@@ -253,6 +290,7 @@ def start(threads: list[int], rounds: int) -> Tables:
 PARTS: dict[str, Callable[[list[int], int], Tables]] = {
     "coverage": coverage,
     "step": step,
+    "autocast": autocast,
     "lengths": lengths,
     "batches": batches,
     "layers": layers,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "embedding_wgrad.h"
+#include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
 
@@ -45,10 +46,10 @@ gnsfast::cpu::Side side(uintptr_t address, const Strides& strides, int64_t N) {
   return {at<const void>(address), strides[0], strides[1], strides[2], N};
 }
 
-// Positional, as names cost time. ``metrics`` are the weight's and the bias's, or empty; with
-// ``starts`` T is the number of rows.
+// Positional, as names cost time. ``halves``: whether the sides are of bfloat16, and whether dW is.
+// ``metrics`` are the weight's and the bias's, or empty; with ``starts`` T is the number of rows.
 void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left_strides,
-                  uintptr_t right, const Strides& right_strides, bool bfloat16,
+                  uintptr_t right, const Strides& right_strides, const std::array<bool, 2>& halves,
                   const std::array<int64_t, 4>& shape, uintptr_t starts, uintptr_t sqnorms,
                   uintptr_t dw, uintptr_t db, bool bias_of_right, const std::vector<Metric>& metrics,
                   uintptr_t rows, int64_t row_stride, int threads) {
@@ -67,7 +68,8 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   LinearWgrad call{};
   call.left = side(left, left_strides, M);
   call.right = side(right, right_strides, N);
-  call.bfloat16 = bfloat16;
+  call.bfloat16 = halves[0];
+  call.dw_bfloat16 = halves[1];
   call.B = B;
   call.T = T;
   call.starts = bounds;
@@ -89,6 +91,20 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   call.team = {threads, openmp()};
   py::gil_scoped_release release;
   gnsfast::cpu::linear_wgrad(call, kernel);
+}
+
+void gram_sqnorms(const std::string& kernel, uintptr_t left, const Strides& left_strides,
+                  uintptr_t right, const Strides& right_strides, bool bfloat16,
+                  const std::array<int64_t, 4>& shape, uintptr_t sqnorms, uintptr_t terms,
+                  int threads) {
+  const auto [B, T, M, N] = shape;
+  check_sizes(shape);
+  if (!left || !right || !sqnorms || !terms) throw std::invalid_argument("a null pointer");
+  const gnsfast::cpu::Gram call{
+      side(left, left_strides, M), side(right, right_strides, N), bfloat16, B, T,
+      at<double>(sqnorms), at<double>(terms), {threads, openmp()}};
+  py::gil_scoped_release release;
+  gnsfast::cpu::gram_sqnorms(call, kernel);
 }
 
 void norm_backward(const std::string& kernel, uintptr_t dy, const Strides& dy_strides, uintptr_t x,
@@ -130,6 +146,10 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of gnsfast; gnsfast.ops.cpu checks the tensors that it passes.";
   m.def("kernels", &gnsfast::cpu::instruction_sets, "What this processor runs, the fastest first.");
   m.def("has_threads", [] { return openmp() != nullptr; }, "Whether torch's OpenMP was found.");
+  m.def("bfloat16_kernels", &gnsfast::cpu::bfloat16_kernels,
+        "What this processor runs for linear layers in bfloat16 alone, the fastest first.");
+  m.def("gram_sqnorms", &gram_sqnorms,
+        "Short samples' squared norms, and the sums of their absolute terms.");
   m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
   m.def("norm_backward", &norm_backward, "dx; dW and db unless 0, and their probe rows.");
   m.def("embedding_wgrad", &embedding_wgrad, "Adds to dW; its probe row.");

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "embedding_wgrad.h"
+#include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
 
@@ -28,6 +29,13 @@ int one_of(std::initializer_list<int> values) {
 float normal() {
   static std::normal_distribution<float> distribution;
   return distribution(random_numbers);
+}
+
+float widened(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 void on_threads(void (*work)(void*), void* data, unsigned threads, unsigned) {
@@ -98,8 +106,12 @@ void compare(const char* what, const float* row, const std::vector<double>& expe
 void check_linear(const std::string& kernel) {
   int64_t B = one_of({1, 2, 3, 7, 40}), T = one_of({1, 2, 5, 33, 64, 1025, 2100});
   if (T > 1000) B = std::min<int64_t>(B, 2);
-  const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90}), N = one_of({1, 7, 16, 31, 32, 33, 70});
-  const bool bfloat16 = one_of({0, 0, 1}), segments = one_of({0, 0, 0, 1});
+  const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90});
+  const int64_t N = one_of({1, 7, 16, 31, 32, 33, 70, 150});
+  const std::vector<std::string> halves = bfloat16_kernels();
+  const bool bfloat16 = std::find(halves.begin(), halves.end(), kernel) != halves.end() ||
+                        one_of({0, 0, 1});
+  const bool segments = one_of({0, 0, 0, 1});
   const bool given = !segments && one_of({0, 0, 1});
   const bool metric = !given && (T > 1 || segments) && one_of({0, 1}), bias = one_of({0, 1});
   const int64_t samples = B, rows_of_side = segments ? B * T : T;
@@ -129,6 +141,7 @@ void check_linear(const std::string& kernel) {
   const int64_t row = samples + 2;
   std::vector<float> dw(M * N, kNan), db(of_bias, kNan), rows(4 * row, kNan);
   call.dw = dw.data();
+  call.dw_bfloat16 = kernel == "amx" && one_of({0, 1});
   call.row_step = N;
   call.column_step = 1;
   call.db = bias ? db.data() : nullptr;
@@ -136,6 +149,9 @@ void check_linear(const std::string& kernel) {
   call.row_stride = row;
   linear_wgrad(call, kernel);
 
+  const auto dw_at = [&](int64_t k) {
+    return call.dw_bfloat16 ? widened(reinterpret_cast<const uint16_t*>(dw.data())[k]) : dw[k];
+  };
   const auto tokens = [&](int64_t b) { return segments ? starts[b + 1] - starts[b] : T; };
   const auto value = [&](const Operand& side, int64_t b, int64_t t, int64_t n) {
     return segments ? side.at(0, starts[b] + t, n) : side.at(b, t, n);
@@ -153,7 +169,7 @@ void check_linear(const std::string& kernel) {
       total += sum;
     }
     weight.add(samples, total, p);
-    compare("dw", dw[k], total, 1e-3);
+    compare("dw", dw_at(k), total, 1e-3 + (call.dw_bfloat16 ? std::abs(total) / 255 : 0));
   }
   for (int64_t n = 0; n < of_bias; ++n) {
     double total = 0;
@@ -178,6 +194,38 @@ void check_linear(const std::string& kernel) {
     std::printf("%s: B %ld, T %ld, M %ld, N %ld, %d threads, bfloat16 %d, segments %d, given %d, "
                 "metric %d, bias %d\n", kernel.c_str(), long(B), long(T), long(M), long(N),
                 call.team.threads, bfloat16, segments, given, metric, bias);
+  }
+}
+
+void check_gram(const std::string& kernel) {
+  const std::vector<std::string> halves = bfloat16_kernels();
+  const bool bfloat16 = std::find(halves.begin(), halves.end(), kernel) != halves.end() ||
+                        one_of({0, 1});
+  const int64_t B = one_of({1, 2, 3, 7, 20}), T = one_of({2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100});
+  const int64_t M = one_of({1, 7, 32, 64, 65, 160}), N = one_of({1, 15, 31, 32, 128, 200});
+  const bool flat = one_of({0, 1});
+  const Operand left(B, T, M, bfloat16, flat), right(B, T, N, bfloat16, flat);
+  if (kernel != "amx" && (left.side.stride_n != 1 || right.side.stride_n != 1)) return;
+  std::vector<double> sqnorms(B, kNan), terms(B, kNan);
+  const Team team{one_of({1, 2, 3}), on_threads};
+  gram_sqnorms({left.side, right.side, bfloat16, B, T, sqnorms.data(), terms.data(), team}, kernel);
+  for (int64_t b = 0; b < B; ++b) {
+    double sum = 0, absolute = 0;
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t s = 0; s < T; ++s) {
+        double of_left = 0, of_right = 0;
+        for (int64_t k = 0; k < M; ++k) of_left += left.at(b, t, k) * left.at(b, s, k);
+        for (int64_t k = 0; k < N; ++k) of_right += right.at(b, t, k) * right.at(b, s, k);
+        sum += of_left * of_right;
+        absolute += std::abs(of_left * of_right);
+      }
+    }
+    compare("norms by products of rows", sqnorms[b], sum, 1e-6 * absolute + 1e-3);
+    compare("absolute terms", terms[b], absolute, 1e-6 * absolute + 1e-3);
+  }
+  if (wrong) {
+    std::printf("%s: rows, B %ld, T %ld, M %ld, N %ld, bfloat16 %d\n", kernel.c_str(), long(B),
+                long(T), long(M), long(N), bfloat16);
   }
 }
 
@@ -213,11 +261,7 @@ void check_norm(const std::string& kernel) {
   Expected of_w(B), of_b(B);
   std::vector<double> total_w(F), total_b(F);
   const auto dx_at = [&](int64_t k) {
-    if (!bfloat16) return dx[k];
-    const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(dx.data())[k]} << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    return bfloat16 ? widened(reinterpret_cast<const uint16_t*>(dx.data())[k]) : dx[k];
   };
   for (int64_t b = 0; b < B; ++b) {
     std::vector<double> own_w(F), own_b(F);
@@ -301,6 +345,11 @@ int main(int count, char** words) {
     for (int k = 0; k < 300 && !wrong; ++k) check_linear(kernel);
     for (int k = 0; k < 300 && !wrong; ++k) check_norm(kernel);
     for (int k = 0; k < 100 && !wrong; ++k) check_embedding(kernel);
+    for (int k = 0; k < 100 && !wrong; ++k) check_gram(kernel);
+  }
+  for (const std::string& kernel : bfloat16_kernels()) {
+    for (int k = 0; k < 150 && !wrong; ++k) check_linear(kernel);
+    for (int k = 0; k < 300 && !wrong; ++k) check_gram(kernel);
   }
   if (!wrong) std::puts("ok");
   return wrong;

@@ -24,13 +24,15 @@ namespace {
 #include "instruction_sets.h"
 
 const Kernel kKernels[] = {
-    {"avx512", avx512::kRows, avx512::kColumns, avx512::run},
-    {"avx2", avx2::kRows, avx2::kColumns, avx2::run},
+    {"avx512", avx512::kRows, avx512::kColumns, 0, kWidest / avx512::kColumns, 4, avx512::bytes_of,
+     avx512::run},
+    {"avx2", avx2::kRows, avx2::kColumns, 0, kWidest / avx2::kColumns, 4, avx2::bytes_of,
+     avx2::run},
 };
 
 void run_blocks(Work& work) {
   const auto take = [&](int block, char* memory) { work.kernel.run(work, block, memory); };
-  const size_t bytes = memory_of(work, nullptr).bytes;
+  const size_t bytes = work.kernel.bytes(work);
   for_each(work.call.team, work.threads, work.grid.blocks(), bytes, take);
 }
 
@@ -54,10 +56,28 @@ void write_rows(Work& work) {
   for (int k = 0; k < parameters * (call.weight.v ? 2 : 1); ++k) row(k)[call.B + 1] = 1.f;
 }
 
+const Kernel* kernel_of(const std::string& name, bool bfloat16) {
+  for (const Kernel* kernel : {amx_kernel(), bfloat16_kernel()}) {
+    if (kernel && bfloat16 && name == kernel->name) return kernel;
+  }
+  return &kKernels[index_of(name)];
+}
+
 }  // namespace
 
+std::vector<std::string> bfloat16_kernels() {
+  std::vector<std::string> names;
+  for (const Kernel* kernel : {amx_kernel(), bfloat16_kernel()}) {
+    if (kernel) names.push_back(kernel->name);
+  }
+  return names;
+}
+
 void linear_wgrad(LinearWgrad call, const std::string& name) {
-  const Kernel* const kernel = &kKernels[index_of(name)];
+  const Kernel* const kernel = kernel_of(name, call.bfloat16);
+  if (call.dw_bfloat16 && kernel != amx_kernel()) {
+    throw std::invalid_argument("amx alone writes bfloat16");
+  }
   if (call.T == 1 && !call.starts) {  // the samples are the tokens of one
     call.left.stride_t = call.left.stride_b;
     call.right.stride_t = call.right.stride_b;

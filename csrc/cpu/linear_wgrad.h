@@ -18,6 +18,7 @@ struct LinearWgrad {
   const int64_t* starts;   // sample b owns rows starts[b] to starts[b + 1] of a side; or null
   const double* sqnorms;   // [B] of the weight, where they are known already; or null
   float* dw;               // [left.N, right.N]
+  bool dw_bfloat16;        // whether ``dw`` points at bfloat16
   int64_t row_step, column_step;  // of dw: to the next column of left, of right
   float* db;               // or null
   bool bias_of_right;      // whether db is the sum of right's rows, else of left's
@@ -27,6 +28,10 @@ struct LinearWgrad {
   Team team;
 };
 
+// What this processor has for bfloat16 alone, the fastest first.
+std::vector<std::string> bfloat16_kernels();
+
+// ``instructions`` may be one of these as well.
 void linear_wgrad(LinearWgrad call, const std::string& instructions);
 
 }  // namespace gnsfast::cpu

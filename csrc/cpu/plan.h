@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,7 +13,7 @@
 namespace gnsfast::cpu {
 
 constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
-constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
+constexpr int kShort = 100;           // tokens: below, a block of dW fits into the cache as well
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
@@ -32,16 +31,13 @@ struct Chunk {
 
 struct Tile {
   const float *left, *right;  // packed panels
-  int64_t right_step;         // from token to token
+  int rows;                   // of these
+  int64_t right_step;         // from row to row
   float* dw;
   int64_t row_step, column_step;
   int columns;
   float* part;            // of a long sample, from the chunks before
   float* root = nullptr;  // √P, or null
-};
-
-struct Squares {
-  double sample, total, sample_weighed, total_weighed;
 };
 
 // Panels of left and of right.
@@ -91,9 +87,21 @@ struct Work;
 
 struct Kernel {
   const char* name;
-  int rows, columns;  // of a tile
+  int rows, columns;       // of a tile
+  int tallest, widest;     // tiles of a block at most; tallest: or 0, as many as the cache takes
+  int packing;             // what packing a number costs, in products
+  size_t (*bytes)(const Work&);  // of a thread's memory
   void (*run)(Work&, int block, char* memory);
 };
+
+// Null where the processor has none.
+#ifdef GNSFAST_BFLOAT16
+const Kernel* amx_kernel();
+const Kernel* bfloat16_kernel();
+#else
+inline const Kernel* amx_kernel() { return nullptr; }
+inline const Kernel* bfloat16_kernel() { return nullptr; }
+#endif
 
 struct Work {
   const LinearWgrad& call;
@@ -165,19 +173,22 @@ inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
 }
 
 // The blocks that take the busiest thread the least: each element of dW is a product for a token, and
-// each row and column of a block is a number to be packed, which costs as much as four products.
+// each row and column of a block is a number to be packed.
 inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool dw_cached,
                     int threads) {
   Grid grid{times(M, kernel.rows), times(N, kernel.columns), 0, 0, 0, 0};
-  const int most = std::max(1, kCached / ((dw_cached ? kWidest : std::max(1, tokens)) * kernel.rows));
-  const int rows = times(grid.rows, most), columns = times(grid.columns, kWidest / kernel.columns);
+  const int each = dw_cached ? kWidest : std::max(kTokens, tokens);  // floats of a left row
+  const int cached = std::max(1, kCached / (each * kernel.rows));
+  const int rows = times(grid.rows, kernel.tallest ? kernel.tallest : cached);
+  const int columns = times(grid.columns, kernel.widest);
   double least = std::numeric_limits<double>::infinity();
   for (int k = columns; k <= std::min(grid.columns, columns + threads - 1); ++k) {
     for (int round = 1; round <= 4; ++round) {
       const int i = std::min(grid.rows, std::max(rows, times(int64_t{round} * threads, k)));
       const double tall = times(grid.rows, i) * kernel.rows;
       const double wide = times(grid.columns, k) * kernel.columns;
-      const double cost = times(int64_t{i} * k, threads) * (tall * wide + 4 * (tall + wide));
+      const double block = tall * wide + kernel.packing * (tall + wide);
+      const double cost = times(int64_t{i} * k, threads) * block;
       if (cost < least) {
         least = cost;
         grid.in_rows = i;
@@ -190,29 +201,17 @@ inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool
   return grid;
 }
 
-// A thread's memory, cut up.
-struct Memory {
-  float *left_panels, *right_panel, *parts, *roots;
-  double *left_sums, *right_sums;  // squares, total, carried
-  size_t bytes;
-};
+// Cuts a thread's memory up.
+struct Cut {
+  char* memory;
+  size_t bytes = 0;
 
-inline Memory memory_of(const Work& work, char* memory) {
-  Memory m{};
-  const auto take = [&](auto*& pointer, int64_t size) {
-    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + m.bytes);
-    m.bytes += (size * sizeof(*pointer) + 63) / 64 * 64;
-  };
-  const int64_t tall = int64_t{work.grid.tallest} * work.kernel.rows;
-  const int64_t wide = int64_t{work.grid.widest} * work.kernel.columns;
-  take(m.left_panels, tall * work.tokens);
-  take(m.right_panel, int64_t{work.kernel.columns} * work.tokens);
-  take(m.parts, work.parts ? tall * wide : 0);
-  take(m.roots, work.call.weight.v ? tall * wide : 0);
-  take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
-  take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
-  return m;
-}
+  template <class T>
+  void take(T*& pointer, int64_t size) {
+    pointer = reinterpret_cast<T*>(memory + bytes);
+    bytes += (size * sizeof(T) + 63) / 64 * 64;
+  }
+};
 
 // Those of one side, where a block is the one to add them.
 inline Sums sums_of(Work& work, int index, bool left, double* memory) {

@@ -1,100 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of linear_wgrad.cpp, for one instruction set. A tile of dW, kRows x kColumns, stays in
 // registers while a sample's tokens go by.
+#include "panel.h"
 
-constexpr int kVectors = 2, kColumns = kLanes * kVectors;
-// The sums of a tile, 2 registers of right and 1 of left: 31 of AVX-512's 32, 15 of AVX2's 16.
-constexpr int kRows = kLanes == 16 ? 14 : 6;
-typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
+constexpr int kGroup = 128;  // columns of right that are packed at a time
 
-// As many numbers as a register has float64.
-constexpr int kFew = kLanes / 2;
-typedef float Few __attribute__((vector_size(kFew * sizeof(float))));
-typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), aligned(4), may_alias));
-typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
-typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
-
-// The first ``count`` lanes; zeros in the others.
-template <class V, class L>
-V first(V v, int count) {
-  L lane;
-  for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
-  return lane < count - L{} ? v : V{};
-}
-
-// ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
-template <int kWidth, class Element>
-void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
-  const bool whole = side.stride_n == 1 && columns == kWidth;
-  for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
-    if (whole) {
-      for (int k = 0; k < kWidth; ++k) to[k] = value(from[k]);
-    } else {
-      for (int k = 0; k < kWidth; ++k) to[k] = k < columns ? value(from[k * side.stride_n]) : 0.f;
-    }
-  }
-}
-
-// A token's next numbers in a packed panel of kWidth columns. It may read the next token's, too.
-template <int kWidth>
-Few next(const float* panel, int group) {
-  const auto v = *reinterpret_cast<const FewAnywhere*>(panel + group * kFew);
-  return first<Few, FewLanes>(v, kWidth - group * kFew);
-}
-
-// Adds the tokens of each sample in a packed panel, whose first column is ``column``.
-template <int kWidth>
-void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_t column) {
-  constexpr int kGroups = (kWidth + kFew - 1) / kFew;
-  const int tokens = chunk.tokens / chunk.samples;
-  auto* square = reinterpret_cast<Doubles*>(sums.squares);
-  Doubles total[kGroups] = {};
-  const bool single = tokens == 1 && chunk.samples > 1 && !sums.root;
-  if (single) {  // the loop below takes three times as long for it
-    for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
-      for (int g = 0; g < kGroups; ++g) {
-        const Doubles v = __builtin_convertvector(next<kWidth>(panel, g), Doubles);
-        total[g] += v;
-        square[sample * kSquares / kFew] += v * v;
-      }
-    }
-  }
-  for (int sample = 0; sample < chunk.samples && !single; ++sample) {
-    Doubles sum[kGroups] = {};
-    if (chunk.resume) std::memcpy(sum, sums.carried + column, kWidth * sizeof(double));
-    for (int done = 0; done < tokens; done += kFewTokens) {
-      Few few[kGroups] = {};
-      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, panel += kWidth) {
-        for (int g = 0; g < kGroups; ++g) few[g] += next<kWidth>(panel, g);
-      }
-      for (int g = 0; g < kGroups; ++g) sum[g] += __builtin_convertvector(few[g], Doubles);
-    }
-    if (!chunk.last) {
-      std::memcpy(sums.carried + column, sum, kWidth * sizeof(double));
-      return;
-    }
-    for (int g = 0; g < kGroups; ++g) {
-      total[g] += sum[g];
-      square[sample * kSquares / kFew] += sum[g] * sum[g];
-    }
-    for (int k = 0; sums.root && k < kWidth; ++k) {
-      const double weighed = sum[k / kFew][k % kFew] * sums.root[column + k];
-      sums.weighed[chunk.sample + sample] += weighed * weighed;
-    }
-  }
-  for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
+inline void add(Wide& sum, const Vector (&squares)[kVectors]) {
+  Vector both = squares[0];
+  for (int v = 1; v < kVectors; ++v) both += squares[v];
+  sum += __builtin_convertvector(both, Wide);
 }
 
 // A tile's product with one chunk; when that completes a sample, its squares, and its sum into dW.
-template <int kM>
-Squares add_tile(const Tile& a, const Chunk& chunk) {
+template <class Packed, int kM>
+void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
   Vector s[kM][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) s[m][v] = Vector{};
   }
-  if (chunk.last && !chunk.first) {
+  if (chunk.last) {
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
       const float* row = a.dw + m * a.row_step;
@@ -103,15 +29,14 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
     }
   }
   const float *left = a.left, *right = a.right;
-  for (int t = 0; t < chunk.tokens; ++t, left += kM, right += a.right_step) {
+  for (int t = 0; t < a.rows; ++t, left += kM, right += a.right_step) {
     Vector r[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) r[v] = load(right + v * kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
-      const Vector l = broadcast(left[m]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) s[m][v] += l * r[v];
+      for (int v = 0; v < kVectors; ++v) Packed::add_product(s[m][v], left[m], r[v]);
     }
   }
   if (chunk.resume) {  // after the product: one sum over all tokens would lose digits
@@ -127,7 +52,7 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) store(a.part + m * kColumns + v * kLanes, s[m][v]);
     }
-    return {};
+    return;
   }
   Vector sample[kVectors] = {}, sample_weighed[kVectors] = {};
   Vector total[kVectors] = {}, total_weighed[kVectors] = {};
@@ -149,18 +74,15 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
       }
     }
   }
-  Squares found{sum_of(sample), 0, 0, 0};
-  if (chunk.final) found.total = sum_of(total);
-  if (a.root) {
-    found.sample_weighed = sum_of(sample_weighed);
-    if (chunk.final) found.total_weighed = sum_of(total_weighed);
-  }
-  return found;
+  add(squares.sample, sample);
+  if (chunk.final) add(squares.total, total);
+  if (a.root) add(squares.sample_weighed, sample_weighed);
+  if (a.root && chunk.final) add(squares.total_weighed, total_weighed);
 }
 
 // ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
-template <int kM>
-Squares add_beside(const Tile& tile, const Chunk& chunk) {
+template <class Packed, int kM>
+void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
   float beside[kM * kColumns] = {};
   const auto each = [&](const auto& of) {
     for (int m = 0; m < kM; ++m) {
@@ -173,9 +95,8 @@ Squares add_beside(const Tile& tile, const Chunk& chunk) {
   Tile whole = tile;
   whole.dw = beside;
   whole.row_step = kColumns;
-  const Squares found = add_tile<kM>(whole, chunk);
+  add_tile<Packed, kM>(whole, chunk, squares);
   if (chunk.last) each([](float& in_dw, float copy) { in_dw = copy; });
-  return found;
 }
 
 // √P of a tile whose first element is ``first``, with zeros up to kColumns.
@@ -189,17 +110,35 @@ inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile&
   }
 }
 
-template <int kM = kRows, class Call>
-auto with_rows(int rows, const Call& call) {
-  if constexpr (kM > 1) {
-    if (rows < kM) return with_rows<kM - 1>(rows, call);
-  }
-  return call(std::integral_constant<int, kM>{});
+// A thread's memory, cut up.
+struct Memory {
+  float *left_panels, *right_panels, *parts, *roots;
+  float* panel;                    // whose tokens are added, if the packed ones hold no numbers
+  double *left_sums, *right_sums;  // squares, total, carried
+  size_t bytes;
+};
+
+inline Memory memory_of(const Work& work, char* memory) {
+  Cut cut{memory};
+  const int64_t tall = int64_t{work.grid.tallest} * kRows;
+  const int64_t wide = int64_t{work.grid.widest} * kColumns;
+  Memory m{};
+  cut.take(m.left_panels, tall * work.tokens);
+  cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
+  cut.take(m.parts, work.parts ? tall * wide : 0);
+  cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
+  cut.take(m.panel, kColumns * (work.tokens + 1));
+  cut.take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
+  cut.take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
+  m.bytes = cut.bytes;
+  return m;
 }
 
-// All chunks of a block of tiles. The left panels of a chunk stay in the second-level cache, a right
-// panel in the first-level one.
-template <class Element>
+inline size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes; }
+
+// All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
+// second-level cache, a right panel in the first-level one.
+template <class Packed, class Element>
 void walk(Work& work, int index, char* memory) {
   const LinearWgrad& call = work.call;
   const Side &left = call.left, &right = call.right;
@@ -207,7 +146,6 @@ void walk(Work& work, int index, char* memory) {
   const Memory at = memory_of(work, memory);
   const Sums left_sums = sums_of(work, index, true, at.left_sums);
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
-  double *squares = work.found(index, kWeight), *weighed = work.found(index, kWeighed);
   const int64_t top = int64_t{kRows} * block.top;
   const int64_t bottom = std::min(left.N, int64_t{kRows} * block.bottom);
   const int64_t begin = int64_t{kColumns} * block.left;
@@ -216,29 +154,48 @@ void walk(Work& work, int index, char* memory) {
   // A right panel that one tile reads is not worth packing.
   const bool packed = !std::is_same_v<Element, float> || right.stride_n != 1 ||
                       bottom - top > kRows || right_sums.total;
+  // A group fills the first-level cache, which few tiles would not refill with what they take.
+  const int64_t group = bottom - top > 4 * kRows ? kGroup : kColumns;
 
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
-    for (int64_t o = top; o < bottom; o += kRows) {
+    const int packed_rows = times(chunk.tokens, Packed::kTokens);
+    pack_panels<Packed, kRows, false>(left_data + top * left.stride_n, left, chunk.tokens,
+                                      bottom - top, at.left_panels);
+    for (int64_t o = top; left_sums.total && o < bottom; o += kRows) {
       with_rows(count(bottom, o, kRows), [&](auto rows) {
-        float* to = at.left_panels + (o - top) * chunk.tokens;
-        pack<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, to);
-        if (left_sums.total) add_tokens<rows>(to, chunk, left_sums, o - top);
+        const float* panel = at.left_panels + (o - top) * packed_rows;
+        if constexpr (Packed::kTokens > 1) {
+          pack_numbers<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, at.panel);
+          panel = at.panel;
+        }
+        add_tokens<rows>(panel, chunk, left_sums, o - top);
       });
     }
     left_sums.end_chunk(chunk);
+    Squares found;
     for (int64_t i = begin; i < end; i += kColumns) {
       const int columns = count(end, i, kColumns);
       const Element* from = right_data + i * right.stride_n;
       const bool pack_this = packed || columns < kColumns;
-      if (pack_this) pack<kColumns>(from, right, chunk.tokens, columns, at.right_panel);
-      if (right_sums.total) add_tokens<kColumns>(at.right_panel, chunk, right_sums, i - begin);
+      const int64_t in_group = packed ? (i - begin) % group : 0;
+      if (pack_this && !in_group) {
+        pack_panels<Packed, kColumns, true>(from, right, chunk.tokens, std::min(group, end - i),
+                                            at.right_panels);
+      }
+      const float* const panel = at.right_panels + in_group * packed_rows;
+      if (Packed::kTokens > 1 && right_sums.total) {
+        pack_numbers<kColumns>(from, right, chunk.tokens, columns, at.panel);
+        add_tokens<kColumns>(at.panel, chunk, right_sums, i - begin);
+      } else if (right_sums.total) {
+        add_tokens<kColumns>(panel, chunk, right_sums, i - begin);
+      }
       for (int64_t o = top; o < bottom; o += kRows) {
         const int rows = count(bottom, o, kRows);
         const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
         const int64_t first = o * call.row_step + i * call.column_step;
-        Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, kColumns,
+        Tile tile{at.left_panels + (o - top) * packed_rows, panel, packed_rows, kColumns,
                   call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
@@ -249,15 +206,13 @@ void walk(Work& work, int index, char* memory) {
           if (chunk.first && !chunk.resume) fill_root(call.weight, first, rows, tile);
         }
         const bool whole = columns == kColumns && call.column_step == 1;
-        const Squares found = with_rows(rows, [&](auto m) {
-          return whole ? add_tile<m>(tile, chunk) : add_beside<m>(tile, chunk);
+        with_rows(rows, [&](auto m) {
+          whole ? add_tile<Packed, m>(tile, chunk, found)
+                : add_beside<Packed, m>(tile, chunk, found);
         });
-        squares[chunk.sample] += found.sample;
-        squares[call.B] += found.total;
-        if (weighed) weighed[chunk.sample] += found.sample_weighed;
-        if (weighed) weighed[call.B] += found.total_weighed;
       }
     }
+    found.note(work, index, chunk);
     right_sums.end_chunk(chunk);
   }
   left_sums.end(call.B);
@@ -265,5 +220,6 @@ void walk(Work& work, int index, char* memory) {
 }
 
 inline void run(Work& work, int index, char* memory) {
-  work.call.bfloat16 ? walk<Bfloat16>(work, index, memory) : walk<float>(work, index, memory);
+  work.call.bfloat16 ? walk<Numbers, Bfloat16>(work, index, memory)
+                     : walk<Numbers, float>(work, index, memory);
 }

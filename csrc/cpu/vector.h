@@ -10,12 +10,9 @@ inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*
 inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
 inline Vector broadcast(float value) { return value - Vector{}; }
 
-template <int kCount>
-double sum_of(const Vector (&vectors)[kCount]) {
+inline double sum_of(const Wide& v) {
   double sum = 0;
-  for (const Vector& v : vectors) {
-    for (int k = 0; k < kLanes; ++k) sum += v[k];
-  }
+  for (int k = 0; k < kLanes; ++k) sum += v[k];
   return sum;
 }
 

@@ -24,7 +24,12 @@ def examine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"versions": versions, "devices": _devices(), "backends": _backends()}
+    return {
+        "versions": versions,
+        "devices": _devices(),
+        "backends": _backends(),
+        "choices": _choices(),
+    }
 
 
 def _devices() -> list[dict[str, str]]:
@@ -43,8 +48,11 @@ def _devices() -> list[dict[str, str]]:
 
 
 def _instructions() -> list[str]:
-    """The instruction set of the CPU kernel."""
-    return [] if backends.missing("cpu", "cpu") else [cpu.instructions()]
+    """The instruction sets of the CPU kernel."""
+    if backends.missing("cpu", "cpu"):
+        return []
+    halves = cpu.for_bfloat16()
+    return [cpu.instructions(), *[f"{halves} for bfloat16"] * bool(halves)]
 
 
 def _device(device: str, name: str) -> dict[str, str]:
@@ -80,13 +88,25 @@ def _backends() -> list[dict[str, str]]:
     ]
 
 
+def _choices() -> list[dict[str, str]]:
+    """What the CPU kernel chooses on this processor."""
+    if backends.missing("cpu", "cpu"):
+        return []
+    choice = "product of short samples in float32"
+    try:
+        taken, why = cpu.product()
+    except ValueError as error:
+        taken, why = "none", str(error)
+    return [{"choice": choice, "taken": taken, "why": why}]
+
+
 def show(found: dict[str, Any], console: Console) -> None:
     """Print versions, devices and back-ends as tables."""
     versions = Table("package", "version", box=None, pad_edge=False)
     for package, version in found["versions"].items():
         versions.add_row(package, version)
     console.print(versions)
-    for rows in (found["devices"], found["backends"]):
+    for rows in filter(None, (found["devices"], found["backends"], found["choices"])):
         table = Table(*rows[0], box=None, pad_edge=False)
         for row in rows:
             table.add_row(*row.values())

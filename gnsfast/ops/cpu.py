@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import reference
+from gnsfast.ops import cpu_product
 from gnsfast.signatures import (
     EmbeddingWgrad,
     InProjectionWgrad,
@@ -23,6 +24,8 @@ from gnsfast.signatures import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
+LINEAR_DTYPES = (*DTYPES, torch.float16)
+"""A linear layer's float16 is copied to float32 first, which takes a tenth of its product."""
 
 
 @functools.cache
@@ -52,6 +55,19 @@ def instructions() -> str:
     return next((name for name in _module().kernels() if name in allowed), "")
 
 
+@functools.cache
+def for_bfloat16() -> str:
+    """What linear layers use in bfloat16 alone, ``amx`` or ``avx512_bf16``: processor, system and
+    build have to allow it, and so does ``ATEN_CPU_CAPABILITY``. Empty if there is none.
+    """
+    return next(iter(_module().bfloat16_kernels()), "") if instructions() == "avx512" else ""
+
+
+def of_linear(dtype: torch.dtype) -> str:
+    """The instruction set of linear layers, whose dtype is one of ``DTYPES``."""
+    return (dtype == torch.bfloat16 and for_bfloat16()) or instructions()
+
+
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
@@ -59,9 +75,11 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     segments = 0 if a.starts is None else len(a.starts) - 1
     if not (a.weight and takes(x, dy, a.samples, segments, metric)):
         return reference.linear_wgrad(a)
+    if x.dtype == torch.float16:
+        x, dy = x.float(), dy.float()
     left, right = (x, dy) if a.transposed else (dy, x)
     lead = (a.experts,) if a.experts else ()
-    dw = _empty(x, *lead, left.shape[-1], right.shape[-1])
+    dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
     rows = _empty(x, (1 + metric) * (1 + a.bias), a.samples + 2)
     if a.starts is None:
@@ -78,11 +96,15 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     if not (a.weight and all(takes(x, dy, B) for x, dy in zip(a.x_BTI, a.dy_BTO))):
         return reference.in_projection_wgrad(a)
     x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
-    dw, db = _empty(x, O, x.shape[2]), _empty(x, O if a.bias else 0)
+    one_kernel = all(each.dtype == x.dtype for each in a.x_BTI)
+    dw = _empty_dw(x, a.dtype if one_kernel else torch.float32, O, x.shape[2])
+    db = _empty(x, O if a.bias else 0)
     rows = _empty(x, parts * (1 + a.bias), B + 2)
     end = 0
     for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         own = slice(end, end := end + dy.shape[2])
+        if x.dtype == torch.float16:
+            x, dy = x.float(), dy.float()
         _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
     return _as(dw, a.dtype), _as(db, a.dtype), rows
 
@@ -172,19 +194,20 @@ def _address(t: Tensor | None) -> int:
 def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:
     """Whether the kernel computes this weight gradient.
 
-    It takes float32 and bfloat16 tensors of any strides, if none is empty. The reference is faster
-    for norms of one-token samples under a metric or of a thin weight, and for short segments.
+    It takes float32, bfloat16 and float16 tensors of any strides, if none is empty. The reference
+    is faster for norms of one-token samples under a metric or of a thin weight, and for short
+    segments.
     """
-    if x.dtype != dy.dtype or x.dtype not in DTYPES or _lazy(x) or _lazy(dy):
+    if x.dtype != dy.dtype or x.dtype not in LINEAR_DTYPES or _lazy(x) or _lazy(dy):
         return False
     if x.numel() * dy.numel() == 0 or samples == 0:
         return False
     if segments:
-        return not metric and x.shape[0] >= SHORT[instructions()] * segments
+        return not metric and x.shape[0] >= SHORT[of_linear(x.dtype)] * segments
     return x.shape[1] > 1 or (not metric and min(x.shape[2], dy.shape[2]) > THIN)
 
 
-SHORT = {"avx512": 4, "avx2": 8}
+SHORT = {"amx": 4, "avx512_bf16": 4, "avx512": 4, "avx2": 8}
 """The smallest average number of rows in a segment for which the kernel is faster."""
 
 THIN = 4
@@ -198,19 +221,52 @@ def _lazy(t: Tensor) -> bool:
     return t.is_neg() or t.data_ptr() == 0
 
 
-def takes_gram(B: int, T: int, M: int, N: int) -> bool:
+def takes_gram(kernel: str, B: int, T: int, M: int, N: int) -> bool:
     """Whether Gram matrices give the norms of short samples, and the kernel multiplies all tokens
     at once. Counted in multiply-adds, with crossovers measured on a CPU: the matrices cost
     ``CALLS`` and T² (M + N) for a sample. Without them each sample's tile is squared and added,
-    which costs as much as ``TILE``'s number for each element, in whole vectors.
+    which costs as much as a number of ``TILE`` for each element, in whole vectors.
     """
-    cost, columns = TILE[instructions()]
+    small, large, columns = TILE[kernel]
     elements = M * -(-N // columns) * columns
+    cost = large if elements > CACHED else small
     return T > 1 and B > 1 and CALLS + B * T * T * (M + N) < cost * B * elements
 
 
-TILE = {"avx512": (2, 32), "avx2": (3, 16)}
-CALLS = 1 << 19
+TILE = {
+    "amx": (50, 50, 32),
+    "avx512_bf16": (3.5, 7, 32),
+    "avx512": (2, 7, 32),
+    "avx2": (3, 3, 16),
+}
+"""What an element of a small dW and of a large one costs in each sample, and a tile's columns."""
+CALLS, CACHED = 1 << 19, 1 << 20
+
+
+def _gram_sqnorms(kernel: str, left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
+    """[B]: short samples' squared norms in float64, by the products of each sample's tokens."""
+    (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
+    sqnorm_B = left_BTM.new_empty(B, dtype=torch.float64)
+    terms_B = torch.empty_like(sqnorm_B)
+    _module().gram_sqnorms(
+        kernel,
+        left_BTM.data_ptr(),
+        left_BTM.stride(),
+        right_BTN.data_ptr(),
+        right_BTN.stride(),
+        left_BTM.dtype == torch.bfloat16,
+        (B, T, M, N),
+        sqnorm_B.data_ptr(),
+        terms_B.data_ptr(),
+        torch.get_num_threads(),
+    )
+    cancelled_B = sqnorm_B < reference.CANCELLED * terms_B
+    if cancelled_B.any():
+        left, right = left_BTM[cancelled_B], right_BTN[cancelled_B]
+        dw_MN, rows = _empty(left, M, N), _empty(left, 1, len(left) + 2)
+        _tiles(kernel, left, right, dw_MN, None, rows)
+        sqnorm_B[cancelled_B] = rows[0, :-2].double()
+    return sqnorm_B
 
 
 def _segments_wgrad(
@@ -251,18 +307,40 @@ def _wgrad(
     With ``starts`` B is 1, and the samples are segments of T rows.
     """
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
-    sqnorm_B = None
-    if starts is None and not metrics and takes_gram(B, T, M, N):
+    kernel, sqnorm_B = of_linear(left_BTM.dtype), None
+    plain = starts is None and not metrics
+    if plain and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
-        sqnorm_B = reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
+        sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
+    short = plain and (T == 1 or sqnorm_B is not None) and left_BTM.dtype == torch.float32
+    if short and B * T * M * N >= cpu_product.LARGE and product().name == "torch":
+        _by_torch(left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, sqnorm_B)
+        return
+    _tiles(kernel, left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, metrics, starts, sqnorm_B)
+
+
+def _tiles(
+    kernel: str,
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    dw_MN: Tensor,
+    db: Tensor | None,
+    rows: Tensor,
+    bias_of_right: bool = False,
+    metrics: Sequence[Metric | None] = (),
+    starts: Tensor | None = None,
+    sqnorm_B: Tensor | None = None,
+) -> None:
+    """``_wgrad`` by an instruction set's kernel, where ``sqnorm_B`` may be known already."""
+    (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     kept = [_laid_out(metric) for metric in metrics if metric is not None]
     _module().linear_wgrad(
-        instructions(),
+        kernel,
         left_BTM.data_ptr(),
         left_BTM.stride(),
         right_BTN.data_ptr(),
         right_BTN.stride(),
-        left_BTM.dtype == torch.bfloat16,
+        (left_BTM.dtype == torch.bfloat16, dw_MN.dtype == torch.bfloat16),
         (B if starts is None else len(starts) - 1, T, M, N),
         0 if starts is None else starts.data_ptr(),
         0 if sqnorm_B is None else sqnorm_B.data_ptr(),
@@ -276,6 +354,52 @@ def _wgrad(
     )
 
 
+def product() -> cpu_product.Choice:
+    """Who multiplies all tokens of short samples in float32."""
+    kernel = instructions()
+
+    def ours(left_1TM: Tensor, right_1TN: Tensor) -> None:
+        dw_MN, rows = (
+            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
+            _empty(left_1TM, 1, 3),
+        )
+        _tiles(kernel, left_1TM, right_1TN, dw_MN, None, rows, sqnorm_B=known)
+
+    def torchs(left_1TM: Tensor, right_1TN: Tensor) -> None:
+        dw_MN, rows = (
+            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
+            _empty(left_1TM, 1, 3),
+        )
+        _by_torch(left_1TM, right_1TN, dw_MN, None, rows, False, known)
+
+    known = torch.zeros(1, dtype=torch.float64)
+    return cpu_product.chosen(kernel, {"gnsfast": ours, "torch": torchs})
+
+
+def _by_torch(
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    dw_MN: Tensor,
+    db: Tensor | None,
+    rows: Tensor,
+    bias_of_right: bool,
+    sqnorm_B: Tensor | None,
+) -> None:
+    """``_tiles`` by torch's product, for samples of one token or with norms that are known."""
+    left_RM, right_RN = left_BTM.flatten(0, 1), right_BTN.flatten(0, 1)
+    torch.mm(left_RM.T, right_RN, out=dw_MN)
+    if sqnorm_B is None:
+        sqnorm_B = (reference.norm_rows(left_RM) * reference.norm_rows(right_RN)).double().square_()
+    rows[0, :-2], rows[0, -2], rows[:, -1] = sqnorm_B, reference.sqnorm(dw_MN), 1.0
+    if db is not None:
+        sum_BN = reference.sum_tokens(right_BTN if bias_of_right else left_BTM)
+        torch.sum(sum_BN, 0, out=db)
+        rows[1, :-2], rows[1, -2] = (
+            reference.norm_rows(sum_BN).double().square_(),
+            reference.sqnorm(db),
+        )
+
+
 def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
     """v as the kernel reads it, s and eps."""
     v, constants = metric
@@ -285,6 +409,12 @@ def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.float32)  # torch reads a tuple slowly
+
+
+def _empty_dw(x: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A weight's gradient for a kernel to fill: in float32, unless the kernel writes ``dtype``."""
+    written = dtype == torch.bfloat16 and of_linear(x.dtype) == "amx"
+    return x.new_empty(*shape, dtype=dtype if written else torch.float32)
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:

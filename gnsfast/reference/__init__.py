@@ -11,16 +11,16 @@ from gnsfast.reference.linear_grams import linear_grams
 from gnsfast.reference.linear_squares import linear_squares
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten, normed_input
-from gnsfast.reference.outer import gram_sqnorms
-from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm, sum_tokens
+from gnsfast.reference.outer import CANCELLED
+from gnsfast.reference.rows import metric_sqnorm, norm, norm_rows, probe_rows, sqnorm, sum_tokens
 
 __all__ = [
+    "CANCELLED",
     "MAX_HEAD_DIM",
     "attention_backward",
     "attention_forward",
     "conv_wgrad",
     "embedding_wgrad",
-    "gram_sqnorms",
     "in_projection_wgrad",
     "linear_grams",
     "linear_squares",
@@ -28,6 +28,7 @@ __all__ = [
     "linked_rows",
     "metric_sqnorm",
     "norm",
+    "norm_rows",
     "norm_backward",
     "norm_backward_aten",
     "normed_input",

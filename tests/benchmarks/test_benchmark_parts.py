@@ -67,6 +67,21 @@ def test_tables_of_single_processes(tiny: None) -> None:
     assert fresh.memory("gnsfast", "1") >= 0
 
 
+def test_autocast(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    (plain, ours) = cpu.autocast([1], 2)["Whole training step under autocast(bfloat16)"]
+    assert [plain["contestant"], ours["contestant"]] == ["plain", "gnsfast"]
+    assert plain["ratio"].ratio == 1 and ours["ratio"].ratio > 0 and ours["rounds"] == 8
+    run = Gnsfast.run
+
+    def off(self: Gnsfast) -> None:
+        run(self)
+        self._sqnorms = {name: 1.02 * sqnorm_B for name, sqnorm_B in self._sqnorms.items()}
+
+    monkeypatch.setattr(Gnsfast, "run", off)
+    with pytest.raises(SystemExit, match="gnsfast under autocast: .* is off by 2.*e-02"):
+        cpu.autocast([1], 2)
+
+
 def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what runs beside the estimator."""
     run = Gnsfast.run

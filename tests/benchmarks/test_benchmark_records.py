@@ -78,9 +78,19 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert read.tables == content and read.command == "python -m benchmarks cpu"
     assert read.name == for_people.stem and read.machine["torch"] == torch.__version__
     assert {"load at start", "OMP_NUM_THREADS", "commit"} <= read.machine.keys()
+    assert {"instruction sets", "torch's products"} <= read.machine.keys()
     raw = json.loads(read.path.read_text())["tables"]["Steps"][0]["time"]
     assert raw == {"milliseconds": 840.0, "ratio": 1.05, "lower": 1.04, "upper": 1.07}
     assert "| a | 3 | 1235 | 1.050 (1.040 to 1.070) | - |" in for_people.read_text()
+
+
+def test_libraries_of_torchs_products() -> None:
+    config = """PyTorch built with:
+  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 20240605 for Intel(R) 64
+  - Intel(R) MKL-DNN v3.12.0 (Git Hash 80afa71049cd69a3df32adcccb623b12cd7baa22)
+  - Build settings: BLAS_INFO=mkl, BUILD_TYPE=Release"""
+    assert record.products(config) == "MKL 2024.2, oneDNN 3.12.0, BLAS is mkl"
+    assert record.products("PyTorch built with:") == "unknown"
 
 
 def test_the_commit_of_a_checkout_without_history(monkeypatch: pytest.MonkeyPatch) -> None:

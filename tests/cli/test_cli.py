@@ -107,8 +107,10 @@ def test_doctor() -> None:
     assert found["devices"][0]["backend"] == used
     assert kernel["why"] or "avx" in found["devices"][0]["name"]
     assert all(row["why"] or row["state"] == "ready" for row in found["backends"])
+    taken = [row["taken"] for row in found["choices"]]
+    assert taken == ([] if kernel["why"] else ["gnsfast"])  # tests use deterministic algorithms
     said = CliRunner().invoke(app, ["doctor"]).output
-    assert "reference" in said and "cuda" in said
+    assert "reference" in said and "cuda" in said and ("short samples" in said) == bool(taken)
 
 
 def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +121,10 @@ def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu()["backend"] == "triton"
     monkeypatch.setenv("GNSFAST_BACKEND", "fast")
     assert cpu()["backend"] == "none" and "GNSFAST_BACKEND=fast" in cpu()["why"]
+    monkeypatch.delenv("GNSFAST_BACKEND")
+    monkeypatch.setenv("GNSFAST_CPU_PRODUCT", "mkl")
+    choices = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["choices"]
+    assert all(row["taken"] == "none" and "=mkl" in row["why"] for row in choices)
 
 
 @pytest.mark.second

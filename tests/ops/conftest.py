@@ -11,6 +11,7 @@ from gnsfast.ops import cpu
 @pytest.fixture(params=SETS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cpu, "instructions", lambda: request.param)
+    monkeypatch.setattr(cpu, "for_bfloat16", lambda: "")
     return str(request.param)
 
 

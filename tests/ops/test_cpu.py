@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import SETS, assert_row
+from cpu_cases import EDGES, SETS, assert_row, linear, single_samples
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -18,20 +18,6 @@ from gnsfast.ops import backends, cpu
 from gnsfast.signatures import InProjectionWgrad, LinearWgrad
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
-
-EDGES = [(5, 9), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
-"""[O, I] around whole tiles, and beyond a block of them."""
-
-
-def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -> LinearWgrad:
-    return LinearWgrad(x, dy, True, bias, transposed, torch.float32)
-
-
-def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
-    """dW and db of each sample, in float64."""
-    pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))
-    grads = [x_TI.T @ dy_TO if a.transposed else dy_TO.T @ x_TI for x_TI, dy_TO in pairs]
-    return torch.stack(grads), torch.stack([dy_TO.sum(0) for _, dy_TO in pairs])
 
 
 def assert_right(a: LinearWgrad) -> None:
@@ -104,6 +90,27 @@ def test_short_samples(
     assert_right(linear(torch.randn(70, T, 33), torch.randn(70, T, 20)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K", [33, 5000])
+def test_products_of_rows(K: int, dtype: torch.dtype, instructions: str) -> None:
+    x, dy = torch.randn(3, 6, K).to(dtype), torch.randn(3, 6, 20).to(dtype)
+    want_B = single_samples(linear(x, dy))[0].flatten(1).square().sum(1)
+    for left, right in ((x, dy), (dy, x)):
+        found_B = cpu._gram_sqnorms(instructions, left, right)
+        torch.testing.assert_close(found_B, want_B, rtol=1e-6, atol=0)
+
+
+def test_terms_that_cancel(instructions: str) -> None:
+    """Tokens alike and a dy that sums to zero: the products of rows lose digits."""
+    x = torch.randn(3, 1, 64) + 1e-3 * torch.randn(3, 8, 64)
+    dy = torch.randn(3, 8, 96)
+    dy -= dy.mean(1, keepdim=True)
+    want_B = single_samples(linear(x, dy))[0].flatten(1).square().sum(1)
+    assert (want_B < 1e-2 * (x.square().sum((1, 2)) * dy.square().sum((1, 2)))).all()
+    found_B = cpu._gram_sqnorms(instructions, dy, x)
+    torch.testing.assert_close(found_B, want_B, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("T", [1, 3, 70])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -121,6 +128,31 @@ def test_bfloat16(instructions: str) -> None:
     dw, db, _, _ = cpu.linear_wgrad(linear(x, dy)._replace(dtype=torch.bfloat16))
     want_dw, want_db, _, _ = cpu.linear_wgrad(linear(x, dy))
     assert torch.equal(dw, want_dw.bfloat16()) and torch.equal(db, want_db.bfloat16())
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_float16(experts: int, instructions: str) -> None:
+    """It is read as float32, as the reference does."""
+    x, dy = torch.randn(3, 50, 40).half(), torch.randn(3, 50, 20).half()
+    a = linear(x, dy)._replace(dtype=torch.float16)
+    if experts:
+        starts = torch.tensor([0, 40, 80, 120, 150])
+        a = a._replace(x_BTI=x[0].repeat(3, 1), dy_BTO=dy[0].repeat(3, 1))
+        a = a._replace(starts=starts, experts=experts)
+    else:
+        assert_right(a._replace(dtype=torch.float32))
+    for ours, floats in zip(
+        cpu.linear_wgrad(a),
+        cpu.linear_wgrad(a._replace(x_BTI=a.x_BTI.float(), dy_BTO=a.dy_BTO.float())),
+    ):
+        assert torch.equal(ours, floats)
+    xs, dys = [x, x + 1, x - 1], [dy] * 3
+    ours = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, True, torch.float16))
+    xs, dys = [x.float() for x in xs], [dy.float() for dy in dys]
+    floats = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, True, torch.float16))
+    assert ours[0].dtype == torch.float16
+    for one, other in zip(ours, floats):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -209,7 +241,6 @@ def test_same_bits(instructions: str, threads: Callable[[int], None]) -> None:
     "change",
     [
         {"x_BTI": torch.randn(3, 5, 4).double(), "dy_BTO": torch.randn(3, 5, 2).double()},
-        {"x_BTI": torch.randn(3, 5, 4).half(), "dy_BTO": torch.randn(3, 5, 2).half()},
         {"dy_BTO": torch.randn(3, 5, 2).bfloat16()},
         {"x_BTI": torch.randn(3, 5, 4, dtype=torch.complex64).conj().imag},
         {"dy_BTO": torch._efficientzerotensor((3, 5, 2))},
@@ -219,7 +250,6 @@ def test_same_bits(instructions: str, threads: Callable[[int], None]) -> None:
     ],
     ids=[
         "float64",
-        "float16",
         "two dtypes",
         "lazy minus",
         "lazy zeros",
@@ -242,14 +272,15 @@ def test_what_the_reference_computes(change: dict[str, Tensor]) -> None:
         (0, "avx1024", "no kernel avx1024"),
         (1, 0, "null pointer"),
         (6, (3, 0, 20, 40), "every size must be"),
+        (5, (False, True), "amx alone writes bfloat16"),
         (12, [(0, 1.0, 1.0)] * 3, "a metric for each gradient"),
     ],
 )
 def test_wrong_calls(place: int, value: object, words: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
     dw, rows = torch.empty(20, 40), torch.empty(1, 5)
-    call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), False, (3, 5, 20, 40)]
-    call += [0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
+    call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), (False, False)]
+    call += [(3, 5, 20, 40), 0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
     cpu._module().linear_wgrad(*call)
     call[place] = value
     with pytest.raises(ValueError, match=words):

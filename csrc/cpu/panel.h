@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// Panels: columns of a chunk's tokens side by side, in float32; their sums, and the squares of tiles.
+// For one instruction set.
+
+constexpr int kVectors = 2, kColumns = kLanes * kVectors;
+// The sums of a tile, 2 registers of right and 1 of left: 31 of AVX-512's 32, 15 of AVX2's 16.
+constexpr int kRows = kLanes == 16 ? 14 : 6;
+typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
+
+// As many numbers as a register has float64.
+constexpr int kFew = kLanes / 2;
+typedef float Few __attribute__((vector_size(kFew * sizeof(float))));
+typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), aligned(4), may_alias));
+typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
+typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
+
+// The first ``count`` lanes; zeros in the others.
+template <class V, class L>
+V first(V v, int count) {
+  L lane;
+  for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
+  return lane < count - L{} ? v : V{};
+}
+
+template <int kM = kRows, class Call>
+auto with_rows(int rows, const Call& call) {
+  if constexpr (kM > 1) {
+    if (rows < kM) return with_rows<kM - 1>(rows, call);
+  }
+  return call(std::integral_constant<int, kM>{});
+}
+
+// ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
+template <int kWidth, class Element>
+void pack_numbers(const Element* from, const Side& side, int tokens, int columns, float* to) {
+  const bool whole = side.stride_n == 1 && columns == kWidth;
+  for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
+    if (whole && std::is_same_v<Element, float> && kWidth > kFew && kWidth % kFew) {
+      for (int k : {0, kWidth % kFew}) {  // some numbers twice: it takes two moves
+        std::memcpy(to + k, from + k, sizeof(Few));
+      }
+    } else if (whole) {
+      for (int k = 0; k < kWidth; ++k) to[k] = value(from[k]);
+    } else {
+      for (int k = 0; k < kWidth; ++k) to[k] = k < columns ? value(from[k * side.stride_n]) : 0.f;
+    }
+  }
+}
+
+// What a panel holds for each column: a number of each token.
+struct Numbers {
+  static constexpr int kTokens = 1;
+  template <int kWidth, class Element>
+  static void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
+    pack_numbers<kWidth>(from, side, tokens, columns, to);
+  }
+  static void add_product(Vector& sum, float left, Vector right) { sum += broadcast(left) * right; }
+};
+
+// Panels of kWidth columns. A few tokens of all panels at a time, so that reads run along rows.
+// ``kFill``: zeros fill up the last panel; else it is as narrow as its columns.
+template <class Packed, int kWidth, bool kFill, class Element>
+void pack_panels(const Element* from, const Side& side, int tokens, int64_t columns, float* to) {
+  const int step = columns > kWidth ? 8 : tokens, rows = times(tokens, Packed::kTokens);
+  for (int t = 0; t < tokens; t += step, from += step * side.stride_t) {
+    const int few = std::min(step, tokens - t);
+    for (int64_t k = 0; k < columns; k += kWidth) {
+      const Element* at = from + k * side.stride_n;
+      const int wide = count(columns, k, kWidth);
+      if (kFill || wide == kWidth) {
+        float* const panel = to + k * rows + t / Packed::kTokens * kWidth;
+        Packed::template pack<kWidth>(at, side, few, wide, panel);
+      } else {
+        with_rows(wide, [&](auto narrow) {
+          float* const panel = to + k * rows + t / Packed::kTokens * narrow;
+          Packed::template pack<narrow>(at, side, few, narrow, panel);
+        });
+      }
+    }
+  }
+}
+
+// A token's next numbers in a packed panel of kWidth columns. It may read the next token's, too.
+template <int kWidth>
+Few next(const float* panel, int group) {
+  const auto v = *reinterpret_cast<const FewAnywhere*>(panel + group * kFew);
+  return first<Few, FewLanes>(v, kWidth - group * kFew);
+}
+
+// Adds the tokens of each sample in a packed panel, whose first column is ``column``.
+template <int kWidth>
+void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_t column) {
+  constexpr int kGroups = (kWidth + kFew - 1) / kFew;
+  const int tokens = chunk.tokens / chunk.samples;
+  auto* square = reinterpret_cast<Doubles*>(sums.squares);
+  Doubles total[kGroups] = {};
+  const bool single = tokens == 1 && chunk.samples > 1 && !sums.root;
+  if (single) {  // the loop below takes three times as long for it
+    for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
+      for (int g = 0; g < kGroups; ++g) {
+        const Doubles v = __builtin_convertvector(next<kWidth>(panel, g), Doubles);
+        total[g] += v;
+        square[sample * kSquares / kFew] += v * v;
+      }
+    }
+  }
+  for (int sample = 0; sample < chunk.samples && !single; ++sample) {
+    Doubles sum[kGroups] = {};
+    if (chunk.resume) std::memcpy(sum, sums.carried + column, kWidth * sizeof(double));
+    for (int done = 0; done < tokens; done += kFewTokens) {
+      Few few[kGroups] = {};
+      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, panel += kWidth) {
+        for (int g = 0; g < kGroups; ++g) few[g] += next<kWidth>(panel, g);
+      }
+      for (int g = 0; g < kGroups; ++g) sum[g] += __builtin_convertvector(few[g], Doubles);
+    }
+    if (!chunk.last) {
+      std::memcpy(sums.carried + column, sum, kWidth * sizeof(double));
+      return;
+    }
+    for (int g = 0; g < kGroups; ++g) {
+      total[g] += sum[g];
+      square[sample * kSquares / kFew] += sum[g] * sum[g];
+    }
+    for (int k = 0; sums.root && k < kWidth; ++k) {
+      const double weighed = sum[k / kFew][k % kFew] * sums.root[column + k];
+      sums.weighed[chunk.sample + sample] += weighed * weighed;
+    }
+  }
+  for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
+}
+
+// Of the tiles that a chunk completes. Vectors, as one number for each tile costs short samples more
+// than their product.
+struct Squares {
+  Wide sample = {}, total = {}, sample_weighed = {}, total_weighed = {};
+
+  void note(Work& work, int block, const Chunk& chunk) const {
+    double *const squares = work.found(block, kWeight), *const weighed = work.found(block, kWeighed);
+    const int64_t all = work.call.B;
+    squares[chunk.sample] += sum_of(sample);
+    squares[all] += sum_of(total);
+    if (weighed) weighed[chunk.sample] += sum_of(sample_weighed);
+    if (weighed) weighed[all] += sum_of(total_weighed);
+  }
+};
