@@ -13,7 +13,7 @@
 namespace gnsfast::cpu {
 
 constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
-constexpr int kShort = 100;           // tokens: below, a block of dW fits into the cache as well
+constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
