@@ -99,7 +99,8 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
     found = _compared(structure, passes, trial, ALONE)
-    if structure.on_any(trial.batch.n <= trial.example.n):  # else some had no loss there
+    is_compared, is_small = found.reason in ("", DRAWS), trial.batch.n <= trial.example.n
+    if structure.on_any(is_compared and is_small):  # else some samples had no loss there
         apart = _compared(structure, passes, trial, APART)
         found = found._replace(wrong=found.wrong | apart.wrong)
     if found.reason == DRAWS:
