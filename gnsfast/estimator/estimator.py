@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GradientNoiseScale`` measures the noise scale of a training run in its own backward passes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -415,7 +416,10 @@ class GradientNoiseScale:
         """
         if not self._settings.keep_largest:
             raise ValueError("largest() needs GradientNoiseScale(model, keep_largest=16)")
-        side: Any = self._start().sides["largest"]
+        if self._observer is None:
+            return []
+        k = k if k is None else integer("k", k)
+        side: Any = self._observer.sides["largest"]
         found: list[LargestSample] = side.largest(k)
         return found
 
@@ -434,11 +438,18 @@ class GradientNoiseScale:
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
-            "ring": self._ledger.ring.clone(),
+            "ring": self._ledger.ring[:, : self._saved].clone(),
             "flags": self._ledger.flags.clone(),
             "unseen": dict(observer.unseen),
             "means": {k: v for side in observer.sides.values() for k, v in side.state().items()},
         }
+
+    @property
+    def _saved(self) -> int:
+        """How many numbers of an update a state holds: all but those of ``largest``, the last."""
+        observer = self._settle()
+        largest = observer.sides.get("largest")
+        return observer.exchange.width - (0 if largest is None else largest.width)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``, with the same bits as without an interruption.
@@ -459,7 +470,8 @@ class GradientNoiseScale:
         self._settle().is_settled = state["measured"] > 0
         self._seen, self._measured = state["seen"], state["measured"]
         self._ledger.count = self._measured
-        self._ledger.ring.copy_(state["ring"])
+        self._ledger.ring.fill_(math.nan)
+        self._ledger.ring[:, : self._saved] = state["ring"][:, : self._saved]
         self._ledger.flags.copy_(state["flags"])
         self._start().unseen.update(state.get("unseen", {}))  # older states had none
         for side in self._start().sides.values():

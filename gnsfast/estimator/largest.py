@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, kept
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
@@ -90,7 +90,9 @@ class Largest(Side):
         self._block = Block(0, 0, None, None, 0)
 
     def open(self, block: Block) -> Mapping[str, Facts]:
-        """Raises ValueError if there are not as many ids as samples."""
+        """Raises ValueError if ids have no order, or are not as many as samples."""
+        if isinstance(block.ids, (set, frozenset, Mapping, str)):
+            raise ValueError("ids must be a list or a tensor with a name for each sample, in order")
         if block.ids is not None and len(block.ids) != block.num_samples:
             raise ValueError(
                 f"ids has length {len(block.ids)}, but num_samples is {block.num_samples}"
@@ -105,8 +107,8 @@ class Largest(Side):
         rows_PB = torch.cat(rows) if rows else torch.zeros(0, B, device=device)
         sqnorm_B = rows_PB.sum(0, dtype=torch.float64)
         place_K = sqnorm_B.topk(min(self.setup.settings.keep_largest, B)).indices
-        median_P = rows_PB.median(1).values
-        ids = block.ids.detach().clone() if isinstance(block.ids, Tensor) else block.ids
+        median_P = rows_PB.nanmedian(1).values
+        ids = kept(block.ids) if isinstance(block.ids, Tensor | None) else list(block.ids)
         return Candidates(ids, sqnorm_B, place_K, rows_PB[:, place_K].T, median_P)
 
     def finish(
@@ -127,7 +129,7 @@ class Largest(Side):
             Record(
                 update=self._block.update,
                 total=all_N.where(all_N.isfinite(), 0.0).sum(),
-                median=all_N.median(),
+                median=all_N.nanmedian(),
                 sqnorm_K=largest.values,
                 pass_K=pass_K[at],
                 place_K=torch.cat([c.place_K for c in found])[at],
@@ -148,8 +150,8 @@ class Largest(Side):
     ) -> NoiseScale:
         if not len(numbers):
             return result
-        *largest, total = numbers[-1].tolist()
-        return replace(result, largest=max(largest) / total if total else math.nan)
+        largest, total = numbers[-1, :-1].max().item(), numbers[-1, -1].item()
+        return replace(result, largest=largest / total if total else math.nan)
 
     def leave_out(self, names: Sequence[str]) -> None:
         self._records.clear()
@@ -166,7 +168,7 @@ class Largest(Side):
         for update, total, _ in found:
             totals[update] = totals.get(update, 0.0) + total
         samples = [
-            each._replace(share=each.sqnorm / totals[each.update] if each.sqnorm else 0.0)
+            each._replace(share=each.sqnorm / (totals[each.update] or 1.0))
             for _, _, own in found
             for each in own
         ]
@@ -182,7 +184,7 @@ class Largest(Side):
             most = torch.tensor(excess).topk(min(LAYERS, len(names))).indices.tolist()
             found.append(
                 LargestSample(
-                    own.item() if isinstance(own, Tensor) else own,
+                    own.tolist() if isinstance(own, Tensor) else own,
                     record.update,
                     sqnorm,
                     0.0,

@@ -171,10 +171,9 @@ class Leaf:
         self.is_ordered = False
         for step in steps:
             first = self.by_name.setdefault(step.name, step)
-            if not first.is_like(
-                step
-            ):  # only its place in the order tells which of them a function is
-                self.is_ordered = True
+            if not first.is_like(step):  # only its place in the order tells which it is
+                # Without data a function has no layout that another one's could be taken for.
+                self.is_ordered |= any(step.arguments) or step.copies != first.copies
                 lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]

@@ -77,6 +77,8 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
     """The same for a function that saves them for backward. There those that a checkpoint finds
     when it runs again take the place of these.
     """
+    if torch._C._len_torch_dispatch_stack():
+        return None  # a selective checkpoint keeps results of forward, whose rows lie otherwise
     found = None if saves_nothing() else owners(x, leaf, step)
     if found is None and (saves_nothing() or recomputing()):
         if recomputing():

@@ -123,3 +123,52 @@ def test_refusals() -> None:
             pass
     with pytest.raises(ValueError, match="keep_largest must be a number"):
         gnsfast.GradientNoiseScale(model, keep_largest=-1)
+    with pytest.raises(ValueError, match="in order"):
+        with gnsfast.GradientNoiseScale(model, keep_largest=1).microbatch(2, ids={1, 2}):
+            pass
+    assert gnsfast.GradientNoiseScale(model, keep_largest=1).largest() == []
+
+
+def test_updates_without_a_number() -> None:
+    """All of one update, and one sample of the next, whose other samples keep their figures."""
+    model = model_of()
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=B)
+    for bad in (slice(None), slice(2, 3)):
+        x = torch.randn(B, D)
+        x[bad] = math.nan
+        with gns.microbatch(B):
+            mean_loss(model, x).backward()
+        gns.update()
+        model.zero_grad()
+    first, rest = gns.largest()[: B + 1], gns.largest()[B + 1 :]
+    assert all(math.isnan(one.sqnorm) for one in first) and len(rest) == B - 1
+    assert all(math.isfinite(one.times_median) and one.share > 0 for one in rest)
+    assert rest[0].parameters and math.isnan(gns.compute().largest)
+
+
+def test_ids_that_are_written_to_again() -> None:
+    model, names = model_of(), ["a"] * B
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=1)
+    with gns.microbatch(B, ids=names):
+        mean_loss(model, torch.randn(B, D)).backward()
+    gns.update()
+    names[:] = ["b"] * B
+    assert gns.largest()[0].id == "a"
+
+
+@pytest.mark.parametrize("saved, loaded", [(0, 3), (3, 0), (3, 5)])
+def test_states_hold_no_samples(saved: int, loaded: int) -> None:
+    model = model_of()
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=saved)
+    other = gnsfast.GradientNoiseScale(model, keep_largest=loaded)
+    for update in range(2):
+        with (gns if update == 0 else other).microbatch(B):
+            mean_loss(model, torch.randn(B, D)).backward()
+        (gns if update == 0 else other).update()
+        model.zero_grad()
+        if update == 0:
+            other.load_state_dict(gns.state_dict())
+            assert other.compute().trace == gns.compute().trace
+            assert math.isnan(other.compute().largest)
+    assert other.compute().updates == 2
+    assert (other.compute().largest > 0) == (loaded > 0)

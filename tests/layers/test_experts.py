@@ -14,7 +14,7 @@ from experts import BLOCKS, EAGER, EXPERTS, ROUTER, F, H, OfRows, config, loss_o
 from layers import assert_as_loop
 from oracle import assert_norms, loop_sqnorms, sample_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.mixtral import modeling_mixtral as mixtral_code
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
@@ -251,6 +251,46 @@ def test_in_a_checkpoint(reentrant: bool) -> None:
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(block, data).backward()
     assert_norms(norms, loop)
+
+
+def test_an_expert_that_the_first_batch_left_out() -> None:
+    """Then more functions take the table of experts than before, of which none takes data."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, num_local_experts=16)
+    config = transformers.MixtralConfig(**sizes, **heads, experts_implementation="eager")
+    model = transformers.MixtralForCausalLM(config).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+
+    def of_ids(model: nn.Module, ids: Tensor) -> Tensor:
+        return model(input_ids=ids, use_cache=False).logits.square().sum()
+
+    for B in (4, 4, 4, 4, 5):
+        ids = torch.randint(32, (B, 8))
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            of_ids(model, ids).backward()
+        assert_norms(norms, loop_sqnorms(model, of_ids, ids, B))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kept", [torch.ops.aten.mm.default, torch.ops.aten.index.Tensor])
+def test_in_a_selective_checkpoint(kept: Any) -> None:
+    """It keeps results of forward, which does not know the samples, so experts are left out."""
+    block, data = make("mixtral", 2), batch(3, 7)
+    loop = loop_sqnorms(block, loss, data, 3)
+    loss(block, data).backward()
+    grads = [p.grad for p in block.parameters()]
+    block.zero_grad()
+    forward, contexts = block.experts.forward, create_selective_checkpoint_contexts
+    block.experts.forward = lambda *a: checkpoint(
+        forward, *a, use_reentrant=False, context_fn=lambda: contexts([kept])
+    )
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        loss(block, data).backward()
+    assert_norms(norms, {"gate.weight": loop["gate.weight"]})
+    for p, g in zip(block.parameters(), grads):
+        torch.testing.assert_close(p.grad, g)
 
 
 def test_copies() -> None:
