@@ -33,3 +33,14 @@ def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
     torch.testing.assert_close(total.double(), g_BN.sum(0), rtol=1e-5, atol=1e-5 * typical)
     torch.testing.assert_close(row[B].double(), total.double().square().sum(), rtol=1e-6, atol=0)
     assert row[B + 1] == 1 and len(row) == B + 2
+
+
+def assert_metric_rows(a: LinearWgrad, dw: Tensor, db: Tensor, rows: Tensor) -> None:
+    """The rows of dW and db, and those under the metric of ``a``: Σ P g², P = 1 / (√v s + eps)."""
+    assert a.constants_P2 is not None
+    for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
+        assert_row(rows[k], total, g_BN)
+        s, eps = a.constants_P2[k].tolist()
+        p = 1 / (a.moments[k].double().sqrt() * s + eps)
+        want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
+        torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)

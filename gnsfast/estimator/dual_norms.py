@@ -54,7 +54,7 @@ class DualNorms(Side):
         self._release: Callable[[], object] | None = None
         self._compared = False  # whether an update had units to compare
         self._alone = 0  # updates in a row that had none
-        self._rank = dist.get_rank(s.group) if on.world > 1 else 0
+        self._rank = setup.rank
 
     @property
     def width(self) -> int:  # type: ignore[override]

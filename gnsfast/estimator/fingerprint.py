@@ -68,9 +68,8 @@ class Fingerprint:
         self._all = self.named = dict(parameters)
         self._suspects: dict[str, nn.Parameter] = {}
         self._updates, self._whole = 0, WHOLE
-        self._after: list[checks.Mark] | None = (
-            None  # of ``named``, when the update before had ended
-        )
+        # Of ``named``, when the update before had ended:
+        self._after: list[checks.Mark] | None = None
         self.before: list[checks.Mark] = []
         self.leftover: Tensor | None = None
         self.last = Print([], None)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gnsfast.estimator.exchange import Window
@@ -19,7 +18,7 @@ from gnsfast.following import Facts
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
 
-LAYERS = 3
+NAMED = 3
 """In so many parameters a sample is said to stand out."""
 
 
@@ -83,8 +82,7 @@ class Largest(Side):
                 "keep_largest needs all norms of a sample on one process, and with pipeline stages "
                 "or tensor parallelism each has a part. Leave keep_largest out."
             )
-        self._world = processes.world
-        self._rank = dist.get_rank(settings.group) if self._world > 1 else 0
+        self._world, self._rank = processes.world, setup.rank
         self.width = self._world + 1  # the largest of each process, and the sum of all
         self._records: deque[Record] = deque(maxlen=settings.window)
         self._block = Block(0, 0, None, None, 0)
@@ -181,7 +179,7 @@ class Largest(Side):
         for sqnorm, a, place, excess in zip(*(t.tolist() for t in columns)):
             ids = record.ids[a]
             own = (record.update, self._rank, a, place) if ids is None else ids[place]
-            most = torch.tensor(excess).topk(min(LAYERS, len(names))).indices.tolist()
+            most = torch.tensor(excess).topk(min(NAMED, len(names))).indices.tolist()
             found.append(
                 LargestSample(
                     own.tolist() if isinstance(own, Tensor) else own,

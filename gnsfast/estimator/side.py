@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.estimator.exchange import Window
@@ -27,6 +28,11 @@ class Setup(NamedTuple):
     settings: Settings
     processes: Processes
     device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that are measured together."""
+        return dist.get_rank(self.settings.group) if self.processes.world > 1 else 0
 
 
 class Block(NamedTuple):

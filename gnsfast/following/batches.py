@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
@@ -128,7 +127,7 @@ class Batches:
         """End what a block began."""
         for hook in self._block.hooks:
             hook.remove()
-        self._block, self._structure.given = _Block(), []
+        self._block, self._structure.given = _Block(), ()
 
     def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
         """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
@@ -140,7 +139,7 @@ class Batches:
         structure, documents = self._structure, self._passes.asked.documents
         self._run_begins(self._block.caller(), structure.leaves)
         self._block.run, self._block.batch = run, (args, kwargs)
-        structure.given = _no_tensors(args, kwargs)
+        structure.given = args, kwargs
         given = tensors_of((args, kwargs))
         self._refuse_shapes(given)
         if documents is None:
@@ -254,7 +253,7 @@ class Batches:
         if not leaves:
             self._looked.update(module.modules())
             return
-        self._structure.given = _no_tensors(args, kwargs)
+        self._structure.given = args, kwargs
         begun = time.perf_counter()
         examples = self._examples(args, kwargs, samples)
         batch = next((e for e in examples if documents is None and e.n == samples), None)
@@ -534,10 +533,6 @@ def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
         if t.ndim > 2 and t.shape[:2] == (samples, samples):
             return SQUARE
     return ""
-
-
-def _no_tensors(args: Any, kwargs: Any) -> list[Any]:
-    return [value for value in pytree.tree_leaves((args, kwargs)) if not isinstance(value, Tensor)]
 
 
 def _detached(t: Tensor) -> Tensor:

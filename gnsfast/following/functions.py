@@ -139,15 +139,14 @@ class Call:
         args, kwargs = self._given
         return self.func(*args, **kwargs)
 
-    def as_now(self, draws: bool | None = None) -> Callable[[], AbstractContextManager[Any]]:
+    def as_now(self, draws: bool = False) -> Callable[[], AbstractContextManager[Any]]:
         """A context in which the function computes as if it ran now: under the same autocast, and
-        if it ``draws`` random numbers with the same ones.
+        with the same random numbers if it ``draws`` some, as those in ``RANDOM`` always do.
         """
         tensors = [t for t in self.leaves if isinstance(t, Tensor)]
         kind, devices = tensors[0].device.type, {t.device for t in tensors if t.is_cuda}
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        if draws is None:
-            draws = self.name in RANDOM
+        draws = draws or self.name in RANDOM
         state = torch.get_rng_state() if draws else None
         states = [(torch.cuda.get_rng_state(d), d) for d in devices] if draws else []
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
@@ -25,7 +26,7 @@ class Structure:
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
     ``running`` are the modules that run. ``is_bare``: the model runs without being followed.
-    ``given`` are the arguments of the batch that are no tensors.
+    ``given`` are the arguments of the batch.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +58,7 @@ class Structure:
         self.units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
-        self.given: list[Any] = []
+        self.given: tuple[Any, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -119,7 +120,7 @@ class Structure:
 
     def chance(self) -> list[Any]:
         """What changes when the model draws random numbers."""
-        held = held_by(self.model, self.given)
+        held = held_by(self.model, pytree.tree_leaves(self.given))
         own = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
         return [*chance_of(self.parameters()), *own]
 
@@ -144,7 +145,7 @@ class Structure:
             p._backward_hooks = None
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
-            chance = kept_chance(self.model, self.given)
+            chance = kept_chance(self.model, pytree.tree_leaves(self.given))
             with kept_state(self.model), chance, torch.enable_grad():
                 yield
         finally:

@@ -6,7 +6,7 @@ or in the cache, and decides which tensors they take. The reference computes all
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -356,24 +356,17 @@ def _tiles(
 
 def product() -> cpu_product.Choice:
     """Who multiplies all tokens of short samples in float32."""
-    kernel = instructions()
+    kernel, known = instructions(), torch.zeros(1, dtype=torch.float64)
 
-    def ours(left_1TM: Tensor, right_1TN: Tensor) -> None:
-        dw_MN, rows = (
-            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
-            _empty(left_1TM, 1, 3),
-        )
-        _tiles(kernel, left_1TM, right_1TN, dw_MN, None, rows, sqnorm_B=known)
+    def way(run: Callable[..., None]) -> cpu_product.Way:
+        def product_of(left_1TM: Tensor, right_1TN: Tensor) -> None:
+            dw_MN = _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2])
+            run(left_1TM, right_1TN, dw_MN, None, _empty(left_1TM, 1, 3), sqnorm_B=known)
 
-    def torchs(left_1TM: Tensor, right_1TN: Tensor) -> None:
-        dw_MN, rows = (
-            _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2]),
-            _empty(left_1TM, 1, 3),
-        )
-        _by_torch(left_1TM, right_1TN, dw_MN, None, rows, False, known)
+        return product_of
 
-    known = torch.zeros(1, dtype=torch.float64)
-    return cpu_product.chosen(kernel, {"gnsfast": ours, "torch": torchs})
+    ways = {"gnsfast": way(functools.partial(_tiles, kernel)), "torch": way(_by_torch)}
+    return cpu_product.chosen(kernel, ways)
 
 
 def _by_torch(
@@ -382,8 +375,8 @@ def _by_torch(
     dw_MN: Tensor,
     db: Tensor | None,
     rows: Tensor,
-    bias_of_right: bool,
-    sqnorm_B: Tensor | None,
+    bias_of_right: bool = False,
+    sqnorm_B: Tensor | None = None,
 ) -> None:
     """``_tiles`` by torch's product, for samples of one token or with norms that are known."""
     left_RM, right_RN = left_BTM.flatten(0, 1), right_BTN.flatten(0, 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import EDGES, SETS, assert_row, linear, single_samples
+from cpu_cases import EDGES, SETS, assert_metric_rows, assert_row, linear, single_samples
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -167,13 +167,8 @@ def test_metric(T: int, v_dtype: torch.dtype, transposed: bool, instructions: st
     a = a._replace(moments=moments, constants_P2=constants_P2)
     assert cpu.takes(a.x_BTI, a.dy_BTO, 3, metric=True)
     dw, db, rows, _ = cpu.linear_wgrad(a)
-    for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
-        assert_row(rows[k], total, g_BN)
-        s, eps = constants_P2[k].tolist()
-        p = 1 / (moments[k].double().sqrt() * s + eps)
-        want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
-        torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)
-        assert rows[2 + k, 4] == 1
+    assert_metric_rows(a, dw, db, rows)
+    assert rows[2:, 4].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

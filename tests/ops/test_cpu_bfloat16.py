@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import EDGES, SETS, assert_row, linear, single_samples
+from cpu_cases import EDGES, SETS, assert_metric_rows, assert_row, linear, single_samples
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -137,12 +137,7 @@ def test_metric(T: int, transposed: bool) -> None:
     constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
     a = a._replace(moments=moments, constants_P2=constants_P2)
     dw, db, rows, _ = cpu.linear_wgrad(a)
-    for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
-        assert_row(rows[k], total, g_BN)
-        s, eps = constants_P2[k].tolist()
-        p = 1 / (moments[k].double().sqrt() * s + eps)
-        want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
-        torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)
+    assert_metric_rows(a, dw, db, rows)
 
 
 @pytest.mark.parametrize("experts", [0, 3])
