@@ -6,6 +6,7 @@ from gnsfast.following.hooks import Hook
 from gnsfast.following.leaf import NOTHING, Facts, Leaf, unfollowed
 from gnsfast.following.model import Followed
 from gnsfast.following.options import EXCLUDED, set_excluded
+from gnsfast.following.passes import Rows
 
 __all__ = [
     "EXCLUDED",
@@ -16,6 +17,7 @@ __all__ = [
     "Followed",
     "Hook",
     "Leaf",
+    "Rows",
     "coverage",
     "set_excluded",
     "unfollowed",

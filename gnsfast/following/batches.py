@@ -67,7 +67,7 @@ class Batches:
         self._few, self._later = FEW, Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._holders: tuple[frozenset[int], list[nn.Module]] = frozenset(), []
+        self._holders: list[nn.Module] = []  # of parameters that no batch has shown in use
         self._block = _Block()
 
     @property
@@ -87,7 +87,7 @@ class Batches:
         for part in self._parts:
             self._hook_before(part, self._enter, needs_grad=False)
             self._hook_after(part)
-        for m in self._holders_of_unseen() if self.is_learned else ():
+        for m in self._holders if self.is_learned else ():
             self._hook_before(m, self._before_unseen)
         model = self._structure.model
         for m in () if self.is_learned else model.modules():
@@ -114,20 +114,18 @@ class Batches:
     def _hook_after(self, module: nn.Module) -> None:
         self._block.hooks.append(module.register_forward_hook(Hook(self._after)))
 
-    def _holders_of_unseen(self) -> list[nn.Module]:
-        """The modules that hold parameters which no batch has shown in use."""
-        unseen = frozenset(id(leaf.parameter) for leaf in self._unseen)
-        if unseen != self._holders[0]:
-            modules = self._structure.model.modules()
-            own = [m for m in modules if any(id(p) in unseen for _, p in own_of(m))]
-            self._holders = unseen, own
-        return self._holders[1]
+    def _note_unseen(self) -> None:
+        """Note which modules hold parameters that no batch has shown in use."""
+        unseen = {id(leaf.parameter) for leaf in self._unseen}
+        modules = self._structure.model.modules() if unseen else ()
+        self._holders = [m for m in modules if any(id(p) in unseen for _, p in own_of(m))]
 
     def end(self) -> None:
         """End what a block began."""
         for hook in self._block.hooks:
             hook.remove()
         self._block, self._structure.given = _Block(), ()
+        self._later.end(self.proof)
 
     def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
         """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
@@ -189,7 +187,7 @@ class Batches:
 
     def _before_unseen(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn again when the model comes to a module that the batches before did not reach."""
-        if self._may_learn_again and module in self._holders_of_unseen():
+        if self._may_learn_again and module in self._holders:
             self._learn_again()
             self._later.fail_wrong()
 
@@ -287,6 +285,7 @@ class Batches:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
+        self._note_unseen()
         _report(module, leaves, found)
         if (call := self._block.on_learned()) is not None:
             call()
@@ -346,6 +345,7 @@ class Batches:
             trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
         self.proof = self._later.added(self.proof, proof)
+        self._note_unseen()
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""

@@ -99,7 +99,8 @@ def coverage(model: nn.Module) -> Coverage:
     followed = Followed.of(model)
     leaves = {leaf.name: leaf for leaf in followed.leaves}
     tied = {id(p) for _, m in followed.mixing for p in m.parameters()}
-    rows = []
+    last, rows = followed.passes.reached, []
+    reached = None if last is None else {*last}
     for name, p in model.named_parameters():
         if nn.parameter.is_lazy(p):
             why = "its shape is not known yet: run a forward pass first"
@@ -111,8 +112,7 @@ def coverage(model: nn.Module) -> Coverage:
             route = "frozen" if leaf is None else ""
             rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue
-        last = followed.passes.last
-        observed = None if last is None else leaf in last[1]
+        observed = None if reached is None else leaf in reached
         note = ""
         if name in followed.batches.proof.unproven:
             note = "not proven: the first batch gave it no gradient"

@@ -22,6 +22,7 @@ class Later:
         self._structure, self._passes = structure, passes
         self.wrong: dict[str, str] = {}
         self._again = self._late = AGAIN
+        self._is_first = False  # the last pass gave a parameter its first gradient
         self._proven: set[Any] = set()
         self._first: list[float] = []
         self._now: list[float] = []
@@ -43,12 +44,23 @@ class Later:
         for leaf in self._structure.leaves:
             leaf.growth = growth
 
+    def end(self, proof: Proof) -> None:
+        """Note whether the pass of a block, whose rows are not kept, gave a gradient to a parameter
+        that had none when it was proven.
+        """
+        if (rows := self._passes.last) is None:
+            return
+        B = self._passes.asked.samples
+        silent = [leaf for leaf in rows.leaves if leaf.name in proof.silent] if self._late else ()
+        self._is_first = any(bool(rows[leaf][0, :B].any()) for leaf in silent)
+        self._passes.last = None
+
     def are_due(self, proof: Proof) -> bool:
         """Whether the batch of the open block is to prove again what ``proof`` says."""
         kind = self._kind(self._now)
         other = kind not in self._proven and len(self._proven) <= AGAIN
         again = self._again and proof.unproven
-        late = not again and self._late and self._has_first_gradient(proof)
+        late = not again and self._late and self._is_first
         if not (other or again or late):
             return False
         self._again, self._late = self._again - bool(again), self._late - bool(late)
@@ -77,11 +89,6 @@ class Later:
     def _kind(self, sizes: list[float]) -> tuple[Any, ...]:
         """What tells a batch from those that have proven it."""
         return self._structure.model.training, self._passes.asked.samples, *sizes
-
-    def _has_first_gradient(self, proof: Proof) -> bool:
-        """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
-        B, last = self._passes.last or (0, {})
-        return any(leaf.name in proof.silent and rows[0, :B].any() for leaf, rows in last.items())
 
 
 AGAIN = 2

@@ -80,12 +80,12 @@ ADD_UP = (
 
 class Running:
     """The modules that run, of those that a batch has shown. ``is_known``: hooks have told of some
-    in this block, as they do not in compiled code.
+    in this block, as they do not in compiled code. ``has_turns``: a pipeline takes passes in turns.
     """
 
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
-        self.is_known = False
+        self.is_known = self.has_turns = False
 
     @property
     def is_outside(self) -> bool:
@@ -93,7 +93,7 @@ class Running:
         return self.is_known and not self.modules
 
 
-@dataclass
+@dataclass(slots=True)
 class Found:
     """What the open block has found about a parameter.
 
@@ -126,10 +126,10 @@ class Leaf:
     for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
     and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
     ``rows`` rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
-    ``has_turns``: a pipeline's schedule takes passes in turns. ``known_uses`` and
-    ``is_known_joined`` tell of uses in compiled code, which does not count. ``left_out`` says why
-    it has no norms. ``is_opaque``: no function that takes it can be seen. ``is_ordered``: the
-    samples lie in other ways in some of its ``steps`` than in others of the same name.
+    ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
+    ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be seen.
+    ``is_ordered``: the samples lie in other ways in some of its ``steps`` than in others of the
+    same name.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -149,7 +149,6 @@ class Leaf:
         self.plans: dict[Any, Plan] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.left_out, self.is_opaque = "", False
-        self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
         self.running = Running()
@@ -236,7 +235,9 @@ class Leaf:
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
         reached = self.found.parts or self.probe.grad is not None or self.pair.grad is not None
-        return bool(reached) and not self.has_turns and torch._C._current_graph_task_id() == -1
+        if not reached or self.running.has_turns:
+            return False
+        return torch._C._current_graph_task_id() == -1
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""

@@ -76,15 +76,13 @@ class Followed:
         structure = self.structure
         self.is_open, self.passes.asked = True, Asked(samples, facts, documents)
         self.passes.begin(self.passes.asked)
-        leaves = {id(leaf.parameter): leaf for leaf in self.leaves}
+        structure.running.has_turns = in_stages
         sharded = {id(own.sharded_param): own for own in structure.sharded()}
-        for key, own in sharded.items():
-            if (leaf := leaves.get(key)) is not None:
-                self._gathered.append(_Gathered(own, leaf, structure))
         for leaf in self.leaves:
-            leaf.has_turns = in_stages
-            if id(leaf.parameter) not in sharded:
+            if (own := sharded.get(id(leaf.parameter))) is None:
                 attach(leaf, leaf.parameter)
+            else:
+                self._gathered.append(_Gathered(own, leaf, structure))
         if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
             structure.running.modules.add(structure.model)  # no hook tells when it runs
         prepare_compiler()
@@ -125,7 +123,8 @@ class Followed:
             if leaf.current is not leaf.parameter:
                 detach(leaf.current)
                 leaf.current = leaf.parameter
-            release(leaf)
+            if leaf.made:
+                release(leaf)
             leaf.found.links = ()
             leaf.twin = leaf.whole.twin = None
             leaf.found.parts.clear()

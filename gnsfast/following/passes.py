@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a block: the probes that backward fills, and the rows that it leaves in them."""
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,35 +26,86 @@ class Asked(NamedTuple):
     documents: Documents | None = None
 
 
+class Rows(Mapping[Leaf, Tensor]):
+    """The probe rows [M, B + 2 + G] of the leaves that a pass has reached.
+
+    ``tensors`` hold them, each those of a leaf, or those of two that share a probe, in turn;
+    ``leaves`` are all of them in this order. A leaf that had both has two entries.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.tensors: list[Tensor] = []
+        self._sharing: list[tuple[Leaf, ...]] = []
+        for leaf in leaves:  # the longest loop of a pass
+            if (own := leaf.probe.grad) is not None:
+                self.tensors.append(own)
+                self._sharing.append((leaf,))
+            if leaf.next is not None and (own := leaf.pair.grad) is not None:
+                self.tensors.append(own)
+                self._sharing.append((leaf, leaf.next))
+        self.leaves = [*chain(*self._sharing)]
+
+    @functools.cached_property
+    def _each(self) -> dict[Leaf, Tensor]:
+        found: dict[Leaf, Tensor] = {}
+        for rows, leaves in zip(self.tensors, self._sharing):
+            for k, leaf in enumerate(leaves):
+                own = rows[k :: len(leaves)]
+                found[leaf] = found[leaf] + own if leaf in found else own
+        return found
+
+    def __getitem__(self, leaf: Leaf) -> Tensor:
+        return self._each[leaf]
+
+    def __setitem__(self, leaf: Leaf, rows: Tensor) -> None:
+        found = self._each
+        found[leaf] = rows
+        self.leaves, self.tensors = [*found], [*found.values()]
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(self._each)
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+
 class Passes:
-    """The probes of ``leaves``. ``asked`` is what the open block measures, and ``last`` the
-    number of samples and the rows of the user's last pass, once there was one.
+    """The probes of ``leaves``. ``asked`` is what the open block measures. ``last`` are the rows of
+    the user's pass in the open block, and ``reached`` are the leaves of the last one, if there was
+    one.
     """
 
     def __init__(self, leaves: list[Leaf]) -> None:
         self.leaves, self.asked = leaves, Asked()
-        self.last: tuple[int, dict[Leaf, Tensor]] | None = None
+        self.last: Rows | None = None
+        self.reached: Sequence[Leaf] | None = None
         self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         self._key: Any = None  # of the probes of the open block
+        self._bound: list[tuple[Tensor, Tensor]] | None = None  # those of norms alone in all leaves
         self._watched: set[Any] = set()
         self._arrives: Callable[[], Callable[[], None] | None] = no_method
 
     def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
         """Begin a pass for some ``leaves``, or for all."""
         samples, facts, documents = asked
-        starts = None if documents is None else documents.starts
         probes = self._probes_for(samples, facts)
-        for leaf in self.leaves if leaves is None else leaves:
-            probe, pair = probes[leaf.index]
-            probe.grad = pair.grad = None
-            own = facts.get(leaf.name, NOTHING)
-            if own is not leaf.facts or starts is not leaf.starts:
-                leaf.plans.clear()
-            leaf.facts = own
-            if starts is not leaf.starts:
-                leaf.starts = starts if starts is None else starts.to(leaf.current.device)
-                leaf.tokens = 0 if documents is None else documents.tokens
-            leaf.probe, leaf.pair, leaf.samples = probe, pair, samples
+        some = self.leaves if leaves is None else leaves
+        is_plain = leaves is None and documents is None and not facts
+        if not is_plain or probes is not self._bound:  # else it is like the pass before
+            starts = None if documents is None else documents.starts
+            for leaf in some:
+                own = facts.get(leaf.name, NOTHING)
+                if own is not leaf.facts or starts is not leaf.starts:
+                    leaf.plans.clear()
+                leaf.facts = own
+                if starts is not leaf.starts:
+                    leaf.starts = starts if starts is None else starts.to(leaf.current.device)
+                    leaf.tokens = 0 if documents is None else documents.tokens
+                leaf.probe, leaf.pair = probes[leaf.index]
+                leaf.samples = samples
+            self._bound = probes if is_plain else None
+        for leaf in some:
+            leaf.probe.grad = leaf.pair.grad = None
             leaf.open()
 
     def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
@@ -94,30 +147,19 @@ class Passes:
     @property
     def is_reached(self) -> bool:
         """Whether backward has reached a probe of the last pass."""
-        return any(probe.grad is not None for probe in self.probes)
+        return any(e.probe.grad is not None or e.pair.grad is not None for e in self.leaves)
 
     def forget_probes(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
         self._probes.clear()
         self._watched.clear()
 
-    def rows(self, leaves: Sequence[Leaf] | None = None) -> dict[Leaf, Tensor]:
-        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached: a pass of the
-        user, or for ``leaves`` one of our own.
-        """
-        found: dict[Leaf, Tensor] = {}
-        if leaves is None:
-            leaves, self.last = self.leaves, (self.asked.samples, found)
-        for leaf in leaves:
-            own = []
-            if leaf.probe.grad is not None:
-                own.append((leaf, leaf.probe.grad))
-            if leaf.pair.grad is not None:
-                assert leaf.next is not None
-                own += [(leaf, leaf.pair.grad[0::2]), (leaf.next, leaf.pair.grad[1::2])]
-            for each, rows in own:
-                found[each] = found[each] + rows if each in found else rows
-        if any(leaf.found.parts for leaf in leaves):
+    def rows(self, leaves: Sequence[Leaf] | None = None) -> Rows:
+        """The rows that a pass has left: one of the user, or for ``leaves`` one of our own."""
+        is_own = leaves is not None
+        leaves = self.leaves if leaves is None else leaves
+        found = Rows(leaves)
+        if any([leaf.found.parts for leaf in leaves]):
             B = leaves[0].samples
             with torch.no_grad():
                 for leaf, rows in settle(list(leaves), B).items():
@@ -126,9 +168,11 @@ class Passes:
                     found[leaf] = rows
                 for leaf in leaves:
                     leaf.found.parts.clear()
-        for leaf in found:
-            if leaf.is_known_joined and not leaf.found.uses:
+        for leaf in [leaf for leaf in leaves if leaf.is_known_joined]:
+            if leaf in found and not leaf.found.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
+        if not is_own:
+            self.last, self.reached = found, found.leaves
         return found
 
 

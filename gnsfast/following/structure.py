@@ -84,10 +84,10 @@ class Structure:
             self._version = _registrations[0]
         if self.units:  # FSDP2 swaps parameters in and out
             return True
-        return all(
-            own.get(name) is p and p.requires_grad is trained and p.device == device
-            for (own, name, p), (trained, device) in zip(self._held, self._facts)
-        )
+        for (own, name, p), (trained, device) in zip(self._held, self._facts):
+            if own.get(name) is not p or p.requires_grad is not trained or p.device != device:
+                return False
+        return True
 
     @property
     def is_changed(self) -> bool:

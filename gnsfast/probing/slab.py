@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import NOTHING, Facts, Followed, Leaf
+from gnsfast.following import NOTHING, Facts, Followed, Leaf, Rows
 from gnsfast.functional import Documents
 from gnsfast.probing.wrappers import unwrapped
 
@@ -48,7 +48,7 @@ class ProbeSlab:
         for leaf in self.leaves:
             self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
         self.devices = list(self._of_device)
-        self.rows: dict[Leaf, Tensor] = {}
+        self.rows = Rows(())
 
     def order(self, device: torch.device) -> Tensor:
         """On ``device``, the number of the parameter of each row in ``sums``."""
@@ -77,6 +77,8 @@ class ProbeSlab:
     def idle(self) -> list[str]:
         """The parameters that backward did not reach."""
         rows = self.rows
+        if rows.leaves == self.leaves:
+            return []
         return [leaf.name for leaf in self.leaves if leaf not in rows]
 
     def rows_of(self, leaf: Leaf) -> Tensor:
@@ -93,9 +95,9 @@ class ProbeSlab:
         return [self._sums(leaves, measure) for leaves in self._of_device.values()]
 
     def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
-        B = self.num_samples
-        found = self.rows  # one look at each leaf: this is the longest loop of a pass
-        own = [found[leaf] if leaf in found else self.rows_of(leaf) for leaf in leaves]
+        B, own = self.num_samples, self.rows.tensors
+        if self._measures > 1 or self.rows.leaves != leaves:
+            own = [self.rows_of(leaf) for leaf in leaves]
         if self._measures > 1:
             own = [rows[measure : measure + 1] for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
@@ -161,7 +163,7 @@ class ProbeSlab:
         joined = (
             p.grad for leaf in self.leaves if leaf.found.joined for p in (leaf.probe, leaf.pair)
         )
-        left = (*self.rows.values(), *(grad for grad in joined if grad is not None))
+        left = (*self.rows.tensors, *(grad for grad in joined if grad is not None))
         if any(rows.requires_grad for rows in left):
             raise ObservationError(
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
@@ -193,7 +195,7 @@ class ProbeSlab:
         something.
         """
         self.refuse_batch_statistics()
-        self.num_samples, self._passes, self.rows = num_samples, passes or 1, {}
+        self.num_samples, self._passes, self.rows = num_samples, passes or 1, Rows(())
         some = next(iter(facts.values()), NOTHING)
         self._measures = 1 + (some.constants_12 is not None)
         in_stages = passes is not None
