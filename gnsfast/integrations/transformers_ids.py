@@ -17,13 +17,22 @@ class KeepsColumn:
 
     def __init__(self, collator: Callable[[Any], Any], column: str) -> None:
         self.collator, self.column = collator, column
+        self.is_sent = False  # one process makes the batches of all
 
     def __call__(self, features: Sequence[Any]) -> Any:
         if not all(isinstance(f, Mapping) and self.column in f for f in features):
             return self.collator(features)
         others = [{k: v for k, v in f.items() if k != self.column} for f in features]
         names, batch = [f[self.column] for f in features], self.collator(others)
-        batch[self.column] = torch.tensor(names) if {*map(type, names)} == {int} else names
+        numbers = {*map(type, names)} == {int}
+        if self.is_sent and not numbers:
+            raise ValueError(
+                f"GNSCallback(ids={self.column!r}): one process sends the batches of an iterable "
+                f"data set to the others, and Accelerate cannot send {names[0]!r}. Use a column of "
+                "whole numbers, or let each process make its own batches: "
+                "TrainingArguments(accelerator_config={'dispatch_batches': False})"
+            )
+        batch[self.column] = torch.tensor(names) if numbers else names
         return batch
 
 
@@ -37,7 +46,9 @@ def keep_column(trainer: Any, column: str, is_asked: Callable[[], bool]) -> None
         kept = [*trainer._signature_columns, column]
         collator = KeepsColumn(trainer.data_collator, column)
         with patch.multiple(trainer, _signature_columns=kept, data_collator=collator):
-            return load(*args, **kwargs)
+            found = load(*args, **kwargs)
+        collator.is_sent = type(found).__name__ == "DataLoaderDispatcher"
+        return found
 
     trainer.get_train_dataloader = loader
 

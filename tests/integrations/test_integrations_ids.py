@@ -182,6 +182,48 @@ def two_processes(rank: int, folder: str, data: list[Named]) -> None:
     check(found[0], data, 4 * N, 4 * N)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """One process reads it, and sends the batches to the other."""
+
+    def __init__(self, data: list[Named]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+def streamed(rank: int, folder: str, data: list[Named]) -> None:
+    """Numbers; then text, of which each process reads its own; then text that cannot be sent."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    options: dict[str, Any] = dict(learning_rate=0.0, max_steps=STEPS, report_to=[], use_cpu=True)
+    options |= dict(per_device_train_batch_size=N, gradient_accumulation_steps=2)
+    options |= dict(save_strategy="no", disable_tqdm=True, ddp_backend="gloo")
+
+    def train(data: list[Named], **more: Any) -> list[LargestSample]:
+        callback = GNSCallback(keep_largest=2 * N, ids="id")
+        args = hf.TrainingArguments(output_dir=folder, **options, **more)
+        hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback]).train()
+        return callback.gns.largest()
+
+    numbered = [{**s, "id": k} for k, s in enumerate(data)]
+    check(train(numbered), numbered, 4 * N, 4 * N)
+    check(train(data, accelerator_config={"dispatch_batches": False}), data, 4 * N, 4 * N)
+    if rank == 0:  # the other would wait for its batch
+        callback = GNSCallback(keep_largest=1, ids="id")
+        args = hf.TrainingArguments(output_dir=folder, **options)
+        trainer = hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback])
+        batches = iter(trainer.get_train_dataloader().base_dataloader)
+        with pytest.raises(ValueError, match="cannot send 'file 0'. Use a column of whole numbers"):
+            next(batches)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
+def test_streams(tmp_path: Path) -> None:
+    spawn(streamed, 2, (str(tmp_path), named(4 * STEPS * N)), method="fork")
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_two_processes(tmp_path: Path) -> None:
