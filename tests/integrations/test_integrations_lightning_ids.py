@@ -108,12 +108,17 @@ def test_refusals() -> None:
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_two_processes(tmp_path: Path) -> None:
-    """Each lists the samples of both. One of them has the tracker."""
+    """Each lists the samples of both, and so does the checkpoint that one of them writes."""
     tracker = JSONLTracker(tmp_path / "run.jsonl")
     monitor = GNSMonitor(keep_largest=2 * N, ids="id", tracker=tracker)
-    options = dict(devices=2, strategy="ddp_fork", callbacks=[Checked()])
-    fit(monitor, tmp_path, Frozen(processes=2), max_steps=UPDATES, **options)
+    every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    options = dict(devices=2, strategy="ddp_fork", callbacks=[Checked(), every])
+    options |= dict(max_steps=UPDATES, enable_checkpointing=True)
+    fit(monitor, tmp_path, Frozen(processes=2), **options)
     assert (tmp_path / "checked 0").exists() and (tmp_path / "checked 1").exists()
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)["callbacks"]["GNSMonitor"]
+    samples = [len(own) for _, _, own in saved["means"]["largest"]["updates"]]
+    assert samples == [4 * N] * 4
 
 
 class Checked(pl.Callback):
