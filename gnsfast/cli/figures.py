@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a report, as plain data for plotly."""
 
+import bisect
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from gnsfast.cli.runs import GROUP, LayerLine, Point, Run, count, factors_in, said, scale_in, tried
+from gnsfast.cli.runs import (
+    GROUP,
+    LayerLine,
+    Point,
+    Run,
+    count,
+    factors_in,
+    name_of,
+    said,
+    scale_in,
+    share,
+    tried,
+)
 from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
@@ -46,6 +59,11 @@ class View:
     def at(self, run: Run, record: dict[str, Any]) -> float | None:
         """Where a record lies on the axis."""
         return run.at(record["tokens"], self.over_tokens)
+
+    def after(self, run: Run, step: int) -> float:
+        """Where the first point from a step on lies, or else the last one."""
+        k = bisect.bisect_left(run.points, step, key=lambda p: p.step)
+        return self.x(run.points[min(k, len(run.points) - 1)])
 
     def color(self, run: Run, alone: str = "") -> str:
         """That of a run, or ``alone`` where there is only one."""
@@ -234,6 +252,37 @@ def loss(view: View) -> Figure:
             curve = ((view.x(p), p.values["loss"]) for p in points)
             figure.line(view.label(run, "loss", "{run}"), curve, line)
     figure.name_runs(run for run in view.runs if any("loss" in p.values for p in run.points))
+    return figure
+
+
+def largest(view: View) -> Figure:
+    """The samples with the largest gradients, at the steps of their lines, as wide as the loss."""
+    figure = Figure(view, 260)
+    for run in view.runs:
+        found = run.spikes[:MOST_POINTS] if run.points else []
+        words = [
+            html.escape(f"{name_of(s)}: {share(s)} of update {s['update']}")
+            + "".join(f"<br>{html.escape(str(name))}" for name in s["parameters"])
+            for s in found
+        ]
+        mark = {
+            "color": view.color(run, COLORS[1]),
+            "size": 7,
+            "opacity": 0.65,
+            "symbol": ["x" if s["share"] is None else "circle" for s in found],
+        }
+        hover = {"text": words, "hovertemplate": "%{text}<extra></extra>"}
+        x = [view.after(run, s["step"]) for s in found]
+        y = [1.0 if s["share"] is None else rounded(s["share"]) for s in found]
+        if found:
+            figure.trace(x, y, "markers", marker=mark, cliponaxis=False, **hover)
+    ends = [view.x(run.points[-1]) for run in view.runs if run.points]
+    figure.layout["xaxis"]["range"] = [0, max(ends, default=1.0)]
+    figure.layout |= {
+        "hovermode": "closest",
+        "yaxis": {"tickformat": ".0%", "rangemode": "tozero"},
+    }
+    figure.name_runs(run for run in view.runs if run.largest)
     return figure
 
 
@@ -449,13 +498,13 @@ def _short(path: str) -> str:
 def all_figures(view: View) -> dict[str, Figure]:
     """Every figure that has something to show, by the name of its section, in the page's order."""
     found: dict[str, Figure | None] = {"loss": loss(view), "euclidean": noise_scale(view)}
-    found |= {"batch_size": batch_size(view), "factors": factors(view)}
+    found |= {"largest": largest(view), "batch_size": batch_size(view), "factors": factors(view)}
     found |= {metric: noise_scale(view, metric) for metric in OTHERS}
     found |= {"groups": groups(view), "layers": layers(view)}
     found |= {f"layers {k}": over_time(view, run) for k, run in enumerate(view.runs)}
     figures = {name: figure for name, figure in found.items() if figure and figure.traces}
     for k, (name, figure) in enumerate(figures.items()):
         figure.id = k
-        if name != "loss" and not name.startswith("layers "):
+        if name not in ("loss", "largest") and not name.startswith("layers "):
             figure.log_axis("xaxis" if name == "layers" else "yaxis")
     return figures

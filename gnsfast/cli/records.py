@@ -10,7 +10,8 @@ from typing import Any
 
 from gnsfast.cli.runs import LayerLine, Point, Run
 from gnsfast.critical_batch.laws import JsonLines
-from gnsfast.integrations.trackers import FORMAT
+from gnsfast.estimator import LargestSample
+from gnsfast.integrations.trackers import FORMAT, LARGEST
 from gnsfast.interval import Interval
 
 LAYERS = VALUE, LOWER, _ = ("gns/layer/", "gns/layer_lo/", "gns/layer_hi/")
@@ -74,6 +75,8 @@ class LogFile(Run):
         elif kind == "critical batch":
             _number(record, "tokens", least=0), _number(record, "batch_size", least=1)
             self.critical.append(record)
+        elif kind == LARGEST:
+            self._take_largest(record)
         elif kind == "check":
             self.check = record
         elif kind == "interrupted":
@@ -84,17 +87,29 @@ class LogFile(Run):
             name = self.path.name
             self.notes[f"{name}: the report does not show lines of kind {kind!r}"] = None
 
+    def _take_largest(self, line: dict[str, Any]) -> None:
+        step, samples = _step(line), line.get("samples")
+        if not isinstance(samples, list) or not all(isinstance(each, dict) for each in samples):
+            raise TypeError(f"samples must be a list of objects, not {samples!r}")
+        if self.points and step < self.points[-1].step:
+            self._forget(Point(step, {}))
+        for each in samples:
+            if missing := [name for name in LargestSample._fields if name not in each]:
+                raise KeyError(f"a sample of this line has no {missing[0]!r}")
+            numbers = {name: _finite(each, name) for name in ("share", "times_median")}
+            # A window may hold a sample at several steps: it belongs to the first.
+            same = repr((each["update"], each["id"], each["sqnorm"]))
+            self.largest.setdefault(same, {**each, **numbers, "step": step})
+
     def _take_point(self, line: dict[str, Any]) -> None:
         if "step" not in line:
             raise KeyError("this line has neither a step nor a kind")
-        step = _number(line, "step", least=0)
-        if step != int(step):
-            raise TypeError(f"step must be a whole number, not {step!r}")
+        step = _step(line)
         values = {
             sys.intern(k): _finite(line, k) for k in line if k in NAMES or k.startswith(PREFIXES)
         }
         layers = {name: values.pop(name) for name in [*values] if name.startswith(LAYERS)}
-        point = Point(int(step), values)
+        point = Point(step, values)
         if point.tokens is not None:
             _number(line, "tokens", least=0)
         points = self.points
@@ -133,6 +148,7 @@ class LogFile(Run):
         ] = None
         del self.points[first:]
         self.layers = [line for line in self.layers if line.step < restart.step]
+        self.largest = {k: each for k, each in self.largest.items() if each["step"] < restart.step}
         if restart.tokens is not None:
             self.decisions = [d for d in self.decisions if d["tokens"] <= restart.tokens]
 
@@ -173,10 +189,12 @@ class Reader:
             run.decisions += log.decisions
             run.critical += log.critical
             run.layers += log.layers
+            run.largest |= log.largest
             run.check = log.check or run.check
             run.state = log.state if log.state != "open" else run.state
             run.notes |= log.notes
-        if not (run.header or run.decisions or run.critical or any(log.points for log in logs)):
+        alone = run.header or run.decisions or run.critical or run.largest
+        if not (alone or any(log.points for log in logs)):
             raise NothingYet(f"{self.path}: no line was logged yet")
         name = self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
         run.name = str(run.header.get("name") or name)
@@ -251,6 +269,13 @@ def _number(record: Mapping[str, Any], name: str, least: float = -math.inf) -> f
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise TypeError(f"{name} must be a number{bound}, not {record[name]!r}")
     return value
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    step = _number(record, "step", least=0)
+    if step != int(step):
+        raise TypeError(f"step must be a whole number, not {step!r}")
+    return int(step)
 
 
 def _finite(record: Mapping[str, Any], name: str) -> float | None:

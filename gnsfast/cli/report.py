@@ -11,7 +11,17 @@ from plotly.offline import get_plotlyjs
 
 import gnsfast
 from gnsfast.cli.figures import View, all_figures
-from gnsfast.cli.runs import Run, count, factors_in, matches, said, scale_in, tried
+from gnsfast.cli.runs import (
+    Run,
+    count,
+    factors_in,
+    matches,
+    name_of,
+    said,
+    scale_in,
+    share,
+    tried,
+)
 from gnsfast.counts import percent, three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
@@ -23,9 +33,11 @@ FILTERS = {
     "digits": three_digits,
     "interval": Interval.read,
     "matches": matches,
+    "name_of": name_of,
     "percent": percent,
     "said": said,
     "scale_in": scale_in,
+    "share": share,
     "tried": tried,
 }
 """How the page says numbers, and what it asks of a run."""

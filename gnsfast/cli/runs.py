@@ -20,6 +20,9 @@ SCALE = ("noise_scale", "lower", "upper")
 
 GROUP, LOWER = "gns/group/", "_lo"
 
+LISTED = 32
+"""How many samples the report lists of a run."""
+
 count = partial(short_count, whole=1e4, units="kMBT")
 """Steps and tokens: 26.2M."""
 
@@ -80,6 +83,8 @@ class Run:
     """By path, of the last line that has layers."""
     decisions: list[dict[str, Any]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
+    largest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The samples with large gradients, as logged, each with the ``step`` of its line."""
     check: dict[str, Any] | None = None
     state: str = "open"
     """Or ``"ended"`` or ``"interrupted"``, once a line says so."""
@@ -109,6 +114,22 @@ class Run:
         keys = dict.fromkeys(key for point in self.points for key in point.values)
         found = (key for key in keys if key.startswith(GROUP) and key.endswith(LOWER))
         return [key[len(GROUP) : -len(LOWER)] for key in found]
+
+    @property
+    def spikes(self) -> list[dict[str, Any]]:
+        """The samples with large gradients, the largest share first. What is no number comes before
+        it: it spoils a whole update.
+        """
+        size = lambda each: math.inf if each["share"] is None else each["share"]
+        return sorted(self.largest.values(), key=size, reverse=True)
+
+    @property
+    def listed(self) -> list[tuple[dict[str, Any], int]]:
+        """The first of these under each id, and how often the id is among them."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for each in self.spikes:
+            found.setdefault(name_of(each), []).append(each)
+        return [(same[0], len(same)) for same in found.values()][:LISTED]
 
     @property
     def changes(self) -> list[dict[str, Any]]:
@@ -184,6 +205,7 @@ class Run:
             "noise_scale_groups": {name: scale.record() for name, scale in groups.items() if scale},
             "covered": self.last("gns/covered"),
             "layers": len(self.last_layers),
+            "largest_samples": [{**each, "times_listed": n} for each, n in self.listed],
             "batch_size": self.batch_size,
             "critical_batch_ratio": self.end.ratio if self.end else None,
             "over_critical_batch": [
@@ -209,6 +231,17 @@ class Run:
 def _known(factor: Interval) -> dict[str, float | None]:
     """A factor for JSON, without an end that is not known."""
     return factor._replace(lower=factor.lower or math.nan).record()
+
+
+def name_of(sample: dict[str, Any]) -> str:
+    """A sample's id in words. Without a name it is (update, process, micro-batch, place)."""
+    own = sample["id"]
+    return f"({', '.join(map(str, own))})" if isinstance(own, list) else str(own)
+
+
+def share(sample: dict[str, Any]) -> str:
+    """A sample's share of its update."""
+    return "no number" if sample["share"] is None else f"{sample['share']:.1%}"
 
 
 def said(found: Interval) -> str:

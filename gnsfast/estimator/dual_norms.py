@@ -132,7 +132,7 @@ class DualNorms(Side):
             scales[metric] = replace(found, noise_from=of)
         return replace(result, sign=scales.get("sign"), spectral=scales.get("spectral"))
 
-    def state(self) -> dict[str, Any]:
+    def state(self, numbers: Tensor) -> dict[str, Any]:
         return {metric: each.state() for metric, each in self.of.items()}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -15,12 +15,14 @@ from torch.utils import _pytree as pytree
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.attachment import Attachment
+from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
+from gnsfast.estimator.side import Side
 from gnsfast.following import Followed
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
@@ -65,8 +67,7 @@ class GradientNoiseScale:
         groups: names of groups of samples, such as data domains. Each gets a noise scale of its own
             in ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
         keep_largest: how many samples with the largest gradients to keep of each update, for
-            ``largest()``. ``microbatch(ids=...)`` names them. States that are saved do not hold
-            them.
+            ``largest()``. ``microbatch(ids=...)`` names them.
         unit: whose gradients are compared with that of the update: ``"sample"``, or
             ``"micro_batch"``, each backward pass of each process. The second needs two of them in
             an update and no norms of samples (``TwoBatchNoiseScale``).
@@ -381,18 +382,24 @@ class GradientNoiseScale:
                 **vars(NOT_MEASURED), drift=False, updates=0, skipped=0, samples=0, per_module={}
             )
         observer = self._observer
-        self._ledger.settle()
-        first = max(0, self._measured - self.window)
-        order = [k % self.window for k in range(first, self._measured)]
+        window, sides = self._window()
         observer.check(self._ledger.flags)
-        window = observer.exchange.window(self._ledger.ring[order])
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         found = summarize(*window[:4], local, modules, self.decay)
         found = observer.stages.added(found)
-        sides = [*observer.sides.values()]
-        for side, own in zip(sides, window.sides.split([side.width for side in sides], 1)):
+        for side, own in sides:
             found = side.added(found, own, window, self.decay)
         return found
+
+    def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
+        """The numbers of the window's updates, and of each side its own [U, width]."""
+        observer = self._settle()
+        self._ledger.settle()
+        first = max(0, self._measured - self.window)
+        order = [k % self.window for k in range(first, self._measured)]
+        window = observer.exchange.window(self._ledger.ring[order])
+        sides = [*observer.sides.values()]
+        return window, [*zip(sides, window.sides.split([side.width for side in sides], 1))]
 
     def largest(self, k: int | None = None) -> list[LargestSample]:
         """The ``k`` samples with the largest share of their update's gradient, over the window; all
@@ -426,14 +433,16 @@ class GradientNoiseScale:
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU. Call it between updates. They are the same on every process
         of a stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"``
-        or ``"spectral"`` it is a collective: all processes must call it.
+        or ``"spectral"``, and on several processes with ``keep_largest``, it is a collective: all
+        processes must call it. An id of a sample that is neither a number nor text, nor a list or
+        tuple of these, is saved as its text.
         """
         observer = self._settle()
         if observer.midway:
             raise ObservationError(
                 "gns.state_dict() was called in the middle of an update: call gns.update() first"
             )
-        self._ledger.settle()
+        _, sides = self._window()
         return {
             **identity(observer, self.window, self.every),
             "seen": self._seen,
@@ -441,7 +450,7 @@ class GradientNoiseScale:
             "ring": self._ledger.ring[:, : self._saved].clone(),
             "flags": self._ledger.flags.clone(),
             "unseen": dict(observer.unseen),
-            "means": {k: v for side in observer.sides.values() for k, v in side.state().items()},
+            "means": {k: v for side, own in sides for k, v in side.state(own).items()},
         }
 
     @property

@@ -39,6 +39,10 @@ class LargestSample(NamedTuple):
     times_median: float
     parameters: tuple[str, ...]
 
+    def record(self) -> dict[str, Any]:
+        """One JSON object. An id that JSON has no form for becomes its text."""
+        return self._asdict() | {"id": plain(self.id)}
+
 
 class Candidates(NamedTuple):
     """What a pass left: the squared norm of each sample, and of the K largest their places and the
@@ -85,6 +89,8 @@ class Largest(Side):
         self._world, self._rank = processes.world, setup.rank
         self.width = self._world + 1  # the largest of each process, and the sum of all
         self._records: deque[Record] = deque(maxlen=settings.window)
+        self._loaded: dict[int, tuple[float, list[LargestSample]]] = {}  # those of a saved state
+        self._loaded_share = math.nan
         self._block = Block(0, 0, None, None, 0)
 
     def open(self, block: Block) -> Mapping[str, Facts]:
@@ -146,31 +152,53 @@ class Largest(Side):
     def added(
         self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
     ) -> NoiseScale:
-        if not len(numbers):
-            return result
+        return replace(result, largest=self._share(numbers))
+
+    def _share(self, numbers: Tensor) -> float:
+        """The largest share of the newest update. A state that was loaded has no numbers."""
+        if not len(numbers) or numbers[-1].isnan().all():
+            return self._loaded_share
         largest, total = numbers[-1, :-1].max().item(), numbers[-1, -1].item()
-        return replace(result, largest=largest / total if total else math.nan)
+        return largest / total if total else math.nan
 
     def leave_out(self, names: Sequence[str]) -> None:
         self._records.clear()
 
+    def state(self, numbers: Tensor) -> dict[str, Any]:
+        """With several processes this is a collective."""
+        updates = [
+            (update, total, [tuple(each._replace(id=plain(each.id))) for each in own])
+            for update, (total, own) in self._updates().items()
+        ]
+        return {self.name: {"updates": updates, "share": self._share(numbers)}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        saved = state.get(self.name, {})  # a run that kept none, or an older version, saved none
+        for update, total, own in saved.get("updates", ()):
+            self._loaded[update] = total, [LargestSample(*each) for each in own]
+        self._loaded_share = saved.get("share", math.nan)
+
     def largest(self, k: int | None) -> list[LargestSample]:
         """The k samples with the largest share of their update, among those of all processes."""
-        names = [leaf.name for leaf in self.setup.slab.leaves]
-        here = [
-            (record.update, record.total.item(), self._samples(record, names))
-            for record in self._records
-        ]
-        found = here if self._world == 1 else sum(gathered(here, self.setup.settings.group), [])
-        totals: dict[int, float] = {}
-        for update, total, _ in found:
-            totals[update] = totals.get(update, 0.0) + total
         samples = [
-            each._replace(share=each.sqnorm / (totals[each.update] or 1.0))
-            for _, _, own in found
+            each._replace(share=each.sqnorm / (total or 1.0))
+            for total, own in self._updates().values()
             for each in own
         ]
         return sorted(samples, key=_size, reverse=True)[:k]
+
+    def _updates(self) -> dict[int, tuple[float, list[LargestSample]]]:
+        """The sum of all squared norms of each update of the window, and its largest samples, of
+        all processes.
+        """
+        names = [leaf.name for leaf in self.setup.slab.leaves]
+        here = [(r.update, r.total.item(), self._samples(r, names)) for r in self._records]
+        found = dict(self._loaded)
+        for own in [here] if self._world == 1 else gathered(here, self.setup.settings.group):
+            for update, total, samples in own:
+                before, others = found.get(update, (0.0, []))
+                found[update] = before + total, others + samples
+        return {update: found[update] for update in [*found][-self.setup.settings.window :]}
 
     def _samples(self, record: Record, names: list[str]) -> list[LargestSample]:
         """The samples of a record, whose shares are not known yet."""
@@ -191,6 +219,19 @@ class Largest(Side):
                 )
             )
         return found
+
+
+def plain(name: Any) -> Any:
+    """An id as checkpoints and logs can hold it: numbers, text, lists and tuples of these. Of
+    anything else, such as a path, it is the text.
+    """
+    if type(name) in (str, int, float, bool, type(None)):
+        return name
+    if isinstance(name, list | tuple):
+        kind = list if isinstance(name, list) else tuple
+        return kind(map(plain, name))
+    found = name.tolist() if hasattr(name, "tolist") else name  # of NumPy, or of torch
+    return str(name) if type(found) is type(name) else plain(found)
 
 
 def _size(sample: LargestSample) -> float:

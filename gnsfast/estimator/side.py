@@ -97,8 +97,8 @@ class Side:
     def leave_out(self, names: Sequence[str]) -> None:
         """Measure some parameters no more, also in a pass that has just been opened."""
 
-    def state(self) -> dict[str, Any]:
-        """What past updates have left, on the CPU."""
+    def state(self, numbers: Tensor) -> dict[str, Any]:
+        """What past updates have left, on the CPU, beside the numbers [U, width] of the window."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GNSMonitor``: the noise scale of a run of Lightning's or ``pytorch_lightning``'s Trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,6 +59,12 @@ class GNSMonitor(Measuring, Callback):
         metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``.
         noise_from: as there.
+        keep_largest: how many samples with the largest gradients to keep of each update, for
+            ``monitor.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
+            log, and ``gnsfast report`` shows them.
+        ids: how the batch names these samples: a key of a batch that is a mapping, such as
+            ``"id"``, a place in one that is a list, such as 2, or what takes the batch and returns
+            a name for each sample. ``training_step`` gets the batch as it is.
         factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
             size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
             a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
@@ -66,7 +72,8 @@ class GNSMonitor(Measuring, Callback):
 
     Raises:
         ValueError: when training starts, for a model without trainable parameters, or a pass in the
-            module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
+            module's ``__init__``, or in ``configure_model`` before ``fully_shard``; in a step, for
+            a batch without ``ids``.
         ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
             show parts of the same samples on several processes.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
@@ -93,11 +100,13 @@ class GNSMonitor(Measuring, Callback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        keep_largest: int = 0,
+        ids: str | int | Callable[[Any], Any] | None = None,
         factor: float | Factor | None = None,
     ) -> None:
         names = {"loss_reduction": loss_reduction, "source": source, "noise_from": noise_from}
-        numbers = {"window": window, "decay": decay, "every": every}
-        super().__init__(per_module, tracker, metric, factor, names | numbers)
+        numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
+        super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.batch_size, self.tokens = batch_size, tokens
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
@@ -115,11 +124,11 @@ class GNSMonitor(Measuring, Callback):
         own = next(iter(trainer.optimizers), None)
         run, others = RunIdentity.of(pl_module, own), trainer.callbacks
         self._flags.check_run(run, others, log=trainer.is_global_zero)
-        gns = self._start(pl_module, own, getattr(trainer.precision_plugin, "scaler", None))
+        self._start(pl_module, own, getattr(trainer.precision_plugin, "scaler", None))
         self._block, self._partial, self._given_up = None, False, False
         saved, self._saved = self._saved, None
         if saved is not None:
-            gns.load_state_dict(saved)
+            self._load(saved)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -136,7 +145,8 @@ class GNSMonitor(Measuring, Callback):
         if self._given_up:
             return
         tokens = None if self.tokens is None else self.tokens(batch)
-        block = self.gns.microbatch(self.samples(batch), tokens=tokens, scale=1 / accumulated)
+        told = dict(tokens=tokens, scale=1 / accumulated, ids=self._ids_of(batch))
+        block = self.gns.microbatch(self.samples(batch), **told)
         block.__enter__()
         self._block, self._partial = block, True
 
@@ -198,6 +208,22 @@ class GNSMonitor(Measuring, Callback):
         if block is not None:
             block.__exit__(None, None, None)
         self._partial, self._given_up = False, True
+
+    def _ids_of(self, batch: Any) -> Any:
+        """The names of a batch's samples."""
+        if self.ids is None or callable(self.ids):
+            return None if self.ids is None else self.ids(batch)
+        try:
+            if isinstance(batch, Tensor):  # its rows are no column
+                raise TypeError
+            return batch[self.ids]
+        except (KeyError, IndexError, TypeError):
+            keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            raise ValueError(
+                f"GNSMonitor(ids={self.ids!r}): the batch, a {type(batch).__name__}{keys}, has no "
+                "such entry. Let the data set and its collate_fn hand it over, or pass "
+                "ids=lambda batch: ..."
+            ) from None
 
     def samples(self, batch: Any) -> int:
         """The number of samples of a batch."""

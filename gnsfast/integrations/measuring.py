@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
 from gnsfast.errors import ObservationError
-from gnsfast.estimator import GradientNoiseScale, optimizer_for
-from gnsfast.integrations.trackers import metrics
+from gnsfast.estimator import GradientNoiseScale, LargestSample, optimizer_for
+from gnsfast.integrations.trackers import largest_samples, metrics
 from gnsfast.noise_scale import Factor, Flag, NoiseScale, checked_factor, flag
 from gnsfast.parallel import refuse_parts
 
@@ -96,19 +96,35 @@ class Measuring:
     """Makes the estimator when training starts, and the numbers of each log.
 
     Its arguments are those of both callbacks; ``options`` are those of ``GradientNoiseScale``.
+
+    Raises:
+        ValueError: for ``ids`` where no samples are kept that they would name.
     """
 
     STARTS: str
     """The call that starts training."""
 
     def __init__(
-        self, per_module: bool, tracker: Any, metric: Any, factor: Any, options: Mapping[str, Any]
+        self,
+        per_module: bool,
+        tracker: Any,
+        metric: Any,
+        factor: Any,
+        ids: Any,
+        options: Mapping[str, Any],
     ) -> None:
+        if ids is not None and not options["keep_largest"]:
+            raise ValueError(
+                f"ids={ids!r} names the samples that {type(self).__name__}(keep_largest=16) keeps, "
+                "and this one keeps none: pass both"
+            )
+        self.ids = ids
         self.per_module, self.tracker, self.metric = per_module, tracker, metric
         self._options, self._flags = options, Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self._unseen = True  # the first batch
+        self._listed = 0  # updates whose largest samples the tracker has
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
@@ -122,8 +138,23 @@ class Measuring:
     def _start(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> Any:
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, optimizer)}
         self.gns = GradientNoiseScale(model, grad_scaler=scaler, **self._options, **measured)
-        self._unseen = True
+        self._unseen, self._listed = True, 0
         return self.gns
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Continue the measurements of a checkpoint, whose run has logged its largest samples."""
+        assert self.gns is not None
+        self.gns.load_state_dict(state)
+        self._newly_largest()
+
+    def _newly_largest(self) -> list[LargestSample]:
+        """The largest samples of the updates since the last call. All processes must call this."""
+        kept = self._options["keep_largest"]
+        found = self.gns.largest() if kept and self.gns is not None else []
+        end = max((sample.update + 1 for sample in found), default=0)
+        # After a ``gns.reset()`` updates count from 0 again.
+        since, self._listed = self._listed if end >= self._listed else 0, end
+        return [sample for sample in found if sample.update >= since][:kept]
 
     def _look(self, batch: Any) -> None:
         """Refuse the first batch where it holds parts of samples."""
@@ -142,6 +173,9 @@ class Measuring:
         result, also = self.compute(), self.also()
         found = metrics(result, tokens=tokens, per_module=self.per_module)
         found |= self._flags.metrics(result, also, log=first) | also
+        largest = self._newly_largest()
         if self.tracker is not None and first:
             self.tracker.log({**tracked, **found}, step)
+            if largest and (record := getattr(self.tracker, "record", None)) is not None:
+                record(largest_samples(largest, step))
         return found

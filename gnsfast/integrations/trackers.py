@@ -5,10 +5,11 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from gnsfast.estimator import LargestSample
 from gnsfast.noise_scale import METRICS, OTHERS, DualNoiseScale, Estimate, NoiseScale
 
 FORMAT = 1
@@ -19,6 +20,9 @@ SCALES = dict(zip(METRICS, ("gns/b_simple", *(f"gns/{metric}" for metric in OTHE
 
 PRESENT = "gns/present"
 """The name of the noise scale at the weights of the newest update."""
+
+LARGEST = "largest samples"
+"""The kind of a line with samples whose gradients are large."""
 
 
 @runtime_checkable
@@ -53,6 +57,8 @@ def metrics(
       ``gns/layer_hi/<path>`` (no suffixes, because a path may end in ``_lo``).
     - ``gns/trace`` is tr Σ, ``gns/grad_sq`` is |G|², and ``gns/covered`` is the share of the
       trainable elements that ``gns/b_simple`` measures.
+    - ``gns/largest`` is the largest share that a sample has in the newest update, with
+      ``keep_largest``.
     - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
       ``batch/size`` is the mean number of samples in an update.
 
@@ -94,6 +100,19 @@ def metrics(
             names = f"gns/layer/{path}", f"gns/layer_lo/{path}", f"gns/layer_hi/{path}"
             found |= _interval(names, m)
     return _finite(found)
+
+
+def largest_samples(samples: Iterable[LargestSample], step: int) -> dict[str, Any]:
+    """What ``gns.largest()`` returned, as a line for ``JSONLTracker.record``: ``gnsfast report``
+    lists the samples and draws them at this step. It shows a sample once, also where the window
+    holds it at several steps.
+
+    >>> from gnsfast.integrations.trackers import largest_samples
+    >>> gns = gnsfast.GradientNoiseScale(torch.nn.Linear(5, 2), keep_largest=4)
+    >>> largest_samples(gns.largest(), step=10)
+    {'kind': 'largest samples', 'step': 10, 'samples': []}
+    """
+    return {"kind": LARGEST, "step": step, "samples": [each.record() for each in samples]}
 
 
 class JSONLTracker:

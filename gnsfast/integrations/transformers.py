@@ -27,6 +27,7 @@ from gnsfast.integrations.token_losses import (
     document_starts,
 )
 from gnsfast.integrations.trackers import Tracker
+from gnsfast.integrations.transformers_ids import keep_column, names_of
 from gnsfast.integrations.trl_head import measured_head
 from gnsfast.kept import kept_chance
 from gnsfast.noise_scale import Factor, loss_factors
@@ -83,6 +84,15 @@ class GNSCallback(Measuring, TrainerCallback):
             ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
             running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
+        keep_largest: how many samples with the largest gradients to keep of each update, for
+            ``callback.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
+            log, and ``gnsfast report`` shows them.
+        ids: the column of the training data that names these samples, such as ``"id"``: numbers or
+            text. Trainer and its collator would remove the column or make a tensor of it. The
+            callback keeps it in the batch, and takes it out before the model gets the batch. If the
+            model has an argument of this name, the column stays, as the collator made it. Give the
+            callback to ``Trainer(callbacks=[...])`` and not to ``add_callback``, which is too late
+            for that.
         factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
             size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
             a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
@@ -90,8 +100,8 @@ class GNSCallback(Measuring, TrainerCallback):
 
     Raises:
         ValueError: at the start of training, for a model without trainable parameters; in a step,
-            if ``loss="auto"`` finds another loss (a router's balance, class weights) or a
-            ``compute_loss`` that returns no outputs.
+            for a batch without ``ids``, or if ``loss="auto"`` finds another loss (a router's
+            balance, class weights) or a ``compute_loss`` that returns no outputs.
         ObservationError: in the first step, where ``position_ids`` show parts of the same samples
             on several processes.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
@@ -117,13 +127,15 @@ class GNSCallback(Measuring, TrainerCallback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        keep_largest: int = 0,
+        ids: str | None = None,
         factor: float | Factor | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
         names = {"loss_reduction": "sum", "source": source, "noise_from": noise_from}
-        numbers = {"window": window, "decay": decay, "every": every}
-        super().__init__(per_module, tracker, metric, factor, names | numbers)
+        numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
+        super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.loss = loss
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
         self._trainer: Any = None
@@ -134,11 +146,17 @@ class GNSCallback(Measuring, TrainerCallback):
         self._pass: _Pass | None = None
         self._undo = ExitStack()
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.ids is not None:
+            trainer = calling_frame()["self"]
+            # ``TrainerRun`` trains without callbacks, whose batches must not hold the column.
+            keep_column(trainer, self.ids, lambda: self in trainer.callback_handler.callbacks)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         caller = calling_frame()
         trainer = caller["self"]
         self._attach(trainer)
-        load_measurements(self._saver.gns, state, caller.get("resume_from_checkpoint"))
+        load_measurements(self._load, state, caller.get("resume_from_checkpoint"))
         state.stateful_callbacks[SavedMeasurements.__name__] = {}  # Trainer's save expects the key
         trainer.add_callback(self._saver)
         self._undo.callback(trainer.remove_callback, self._saver)
@@ -185,17 +203,24 @@ class GNSCallback(Measuring, TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
         assert self.gns is not None
+        ids = None if self.ids is None else names_of(self._trainer, inputs, self.ids)
         if self.first is not None:
             self.first(inputs, args[0] if args else kwargs.get("num_items_in_batch"))
             self.first = None
         starts, device = document_starts(inputs), self._trainer.args.device
         n = batch_size(inputs) if starts is None else len(starts) - 1
+        if ids is not None and starts is not None and len(ids) != n:
+            raise ValueError(
+                f"GNSCallback(ids={self.ids!r}): the batch has {n} packed documents, but the "
+                f"column names {len(ids)} rows. Leave ids out: a sample is then named by its "
+                "update, process, micro-batch and place among the documents"
+            )
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"
         this = self._pass = _Pass(n, unknown[:n], unknown[n], starts)
         self._saver.midway = True
         told = dict(tokens=None if samples else this.counts_B, scale=this.scale)
-        with self.gns.microbatch(n, cu_seqlens=starts, **told):
+        with self.gns.microbatch(n, cu_seqlens=starts, ids=ids, **told):
             try:
                 loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
             finally:
@@ -294,7 +319,7 @@ def calling_frame() -> dict[str, Any]:
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals
         frame = frame.f_back
-    raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
+    raise RuntimeError("GNSCallback: its methods were not called by a transformers.Trainer")
 
 
 def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
@@ -382,7 +407,9 @@ class SavedMeasurements(TrainerCallback, ExportableState):
         os.replace(half, path)
 
 
-def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -> None:
+def load_measurements(
+    load: Callable[[dict[str, Any]], None], state: Any, folder: str | None
+) -> None:
     """Continue the measurements of the checkpoint that a run resumes from, if it holds any. If
     their file is lost, a warning says that they begin anew.
     """
@@ -402,7 +429,7 @@ def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} cannot be read ({e}): remove it to begin the window anew") from e
-    gns.load_state_dict(found)
+    load(found)
 
 
 def identity(trainer: Any) -> RunIdentity:

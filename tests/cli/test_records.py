@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import gnsfast
 from gnsfast.cli.records import LAYER_LINES, LogFile, NothingYet, Reader, RecordsError, read_runs
-from gnsfast.integrations.trackers import JSONLTracker
+from gnsfast.cli.runs import name_of, share
+from gnsfast.integrations.trackers import JSONLTracker, largest_samples
 
 
 def line(step: int, **values: Any) -> dict[str, Any]:
@@ -18,6 +21,15 @@ def line(step: int, **values: Any) -> dict[str, Any]:
 
 def decision(tokens: int, old: int, new: int, **values: Any) -> dict[str, Any]:
     return {"kind": "decision", "tokens": tokens, "old": old, "new": new, **values}
+
+
+def sample(name: Any, update: int, **values: Any) -> dict[str, Any]:
+    numbers = {"sqnorm": 2.0 + update, "share": 0.5, "times_median": 9.0}
+    return {"id": name, "update": update, **numbers, "parameters": ["0.weight"], **values}
+
+
+def largest(step: float, *samples: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "largest samples", "step": step, "samples": [*samples]}
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -66,6 +78,13 @@ def test_python_writes_nan_as_nan(tmp_path: Path) -> None:
         ([line(1), {"kind": "decision", "old": 1, "new": 2}], ":2: this line has no 'tokens'"),
         ([decision(5, 0, 2)], ":1: old must be a number of at least 1, not 0"),
         ([{"kind": "critical batch", "tokens": 5}], ":1: this line has no 'batch_size'"),
+        ([largest(1.5)], ":1: step must be a whole number, not 1.5"),
+        ([line(1), largest(1, {"id": 3})], ":2: a sample of this line has no 'update'"),
+        ([largest(1, sample(3, 0, share="all"))], ":1: share must be a number, not 'all'"),
+        (
+            [largest(1) | {"samples": "all"}],
+            ":1: samples must be a list of objects, not 'all'",
+        ),
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, records: list[Any], said: str) -> None:
@@ -200,3 +219,46 @@ def test_of_many_lines_with_layers_some_are_kept(tmp_path: Path) -> None:
     assert {b - a for a, b in zip(kept, kept[1:])} == {8} and kept[0] == 0
     assert run.last_layers["0"].record() == {"value": count - 1.0, "lower": None, "upper": None}
     assert len(run.points) == count
+
+
+def test_largest_samples(tmp_path: Path) -> None:
+    """A sample that a window holds at two steps belongs to the first of them."""
+    model = torch.nn.Linear(3, 1)
+    gns = gnsfast.GradientNoiseScale(model, keep_largest=2)
+    tracker = JSONLTracker(tmp_path / "a.jsonl", run={"name": "small"})
+    for step in (1, 2):
+        x = torch.randn(4, 3)
+        x[step] *= math.inf if step == 2 else 50.0
+        with gns.microbatch(4, ids=[Path(f"{step}/{b}") for b in range(4)]):
+            model(x).square().mean().backward()
+        gns.update()
+        model.zero_grad()
+        tracker.log({"loss": 1.0}, step)
+        tracker.record(largest_samples(gns.largest(), step))
+    [run] = read_runs([tmp_path])
+    kept = gns.largest()
+    assert len(kept) == len(run.spikes) == 4 and not run.notes
+    for read, one in zip(run.spikes, kept):
+        assert (read["id"], read["update"]) == (str(one.id), one.update)
+        assert read["step"] == one.update + 1
+        assert read["share"] == (one.share if math.isfinite(one.share) else None)
+        assert tuple(read["parameters"]) == one.parameters
+    assert name_of(run.spikes[0]) == "2/2" and share(run.spikes[0]) == "no number"
+
+
+def test_samples_of_steps_that_were_trained_again(tmp_path: Path) -> None:
+    """Their names may be the same: the estimator counts updates from 0 after a restart."""
+    first = [line(1), largest(1, sample([0, 0, 0, 3], 0)), line(2), line(3)]
+    first += [largest(3, sample("a", 2))]
+    again = [line(2), largest(2, sample([0, 0, 0, 3], 0, sqnorm=1.0))]
+    [run] = read_runs([write(tmp_path / "a.jsonl", *first, *again)])
+    found = [(name_of(s), s["step"]) for s in run.spikes]
+    assert found == [("(0, 0, 0, 3)", 1), ("(0, 0, 0, 3)", 2)]
+    assert [(name_of(s), n) for s, n in run.listed] == [("(0, 0, 0, 3)", 2)]
+    [run] = read_runs([write(tmp_path / "a.jsonl", *first, *again[::-1])])
+    assert [s["step"] for s in run.spikes] == [1, 2] and run.points[-1].step == 2
+
+
+def test_samples_without_any_other_line(tmp_path: Path) -> None:
+    [run] = read_runs([write(tmp_path / "a.jsonl", largest(3, sample("a", 2)))])
+    assert run.summary()["largest_samples"] == [{**sample("a", 2), "step": 3, "times_listed": 1}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from test_records import decision, line, write
+from test_records import decision, largest, line, sample, write
 from typer.testing import CliRunner
 
 from gnsfast.cli import figures, live
@@ -235,6 +235,52 @@ def test_runs_over_each_other(tmp_path: Path) -> None:
     assert runs[0].at(2500, over_tokens=False) is None
 
 
+def test_largest_samples(tmp_path: Path) -> None:
+    """Each at the tokens of its line, as wide as the loss; a name that comes again is listed
+    once.
+    """
+    records = [
+        line(10),
+        largest(10, sample("a <b>", 4, share=0.25), sample([5, 0, 1, 2], 5, share=0.125)),
+        line(20),
+        largest(20, sample("a <b>", 14, share=0.75), sample("c", 15, share=None)),
+        largest(99, sample("d", 98, share=0.0625)),  # after the last line of numbers
+    ]
+    text, specs = page(tmp_path, *records)
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        *("Summary", "Loss", "Largest samples, share of their update", "Which samples these are"),
+    ]
+    [marks] = specs[1]["data"]
+    assert marks["x"] == [2000, 2000, 1000, 1000, 2000]
+    assert marks["y"] == [1.0, 0.75, 0.25, 0.125, 0.0625]
+    assert marks["marker"]["symbol"] == ["x", *["circle"] * 4]
+    assert marks["text"][1] == "a &lt;b&gt;: 75.0% of update 14<br>0.weight"
+    assert specs[1]["layout"]["xaxis"]["range"] == [0, specs[0]["data"][0]["x"][-1]]
+    rows = re.findall("<tr><td(.*?)</tr>", text)
+    cells = [re.findall("(?:^|<td)[^>]*>(.*?)</td>", row) for row in rows]
+    below = "<small>0.weight</small>"
+    assert cells == [
+        [f"c{below}", "no number", "9", "15"],
+        [f"a &lt;b&gt; (2 times){below}", "75.0%", "9", "14"],
+        [f"(5, 0, 1, 2){below}", "12.5%", "9", "5"],
+        [f"d{below}", "6.2%", "9", "98"],
+    ]
+    assert "more</summary>" not in text
+    many = [largest(20, *(sample(k, k) for k in range(40)))]
+    text, _ = page(tmp_path, line(20), *many)
+    assert text.count("<small>0.weight</small>") == 32 and "<summary>24 more</summary>" in text
+
+
+def test_largest_samples_of_two_runs(tmp_path: Path) -> None:
+    """Only one of them keeps any."""
+    a = write(tmp_path / "a.jsonl", line(10), largest(10, sample("x", 4)))
+    b = write(tmp_path / "b.jsonl", line(10), line(20))
+    text, specs = read(write_report(read_runs([a, b]), tmp_path / "two.html"))
+    assert text.count("<h3>a</h3>") == 1 and "<h3>b</h3>" not in text
+    assert len(specs[1]["data"]) == 1
+    assert specs[1]["layout"]["xaxis"]["range"] == [0, 2000]
+
+
 def test_no_text_ends_the_script(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script>"
     records = [
@@ -242,8 +288,9 @@ def test_no_text_ends_the_script(tmp_path: Path) -> None:
     ]
     records += [line(1, **{f"gns/layer/{hostile}": 2.0, f"gns/group/{hostile}_lo": 2.0})]
     records += [decision(50, 1, 2, reason=hostile, phase=hostile)]
+    records += [largest(1, sample(hostile, 0, parameters=[hostile]))]
     text, specs = page(tmp_path, *records)
-    assert len(specs) == 4 and "alert(1)</script>" not in (tmp_path / "a.html").read_text()
+    assert len(specs) == 5 and "alert(1)</script>" not in (tmp_path / "a.html").read_text()
     data = (tmp_path / "a.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     assert "\\u003cbr\\u003e" in data and "<" not in data
 

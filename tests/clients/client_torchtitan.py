@@ -22,6 +22,29 @@ KEEP = (
     "whole = {name.replace(inside, ''): p.detach().full_tensor() for name, p in parameters}\n"
     "torch.save(whole, f'{os.environ[\"KEPT\"]}/{torch.distributed.get_rank()}.pt')\n",
 )
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMAND = [
+    (
+        "make = Trainer\n",
+        "import os, sys, types\n"
+        "from torchtitan.train import main\n"
+        "from torchtitan_config import measured\n"
+        "from unittest.mock import patch\n"
+        "sys.modules['own'] = types.ModuleType('own')\n"
+        "sys.modules['own'].tiny = lambda: measured(config)\n"
+        "options = '--module own --config tiny --window 4'.split()\n",
+    ),
+    (
+        "trainer = make(config)\ntrainer.train()\ntrainer.close()\n",
+        "with patch.object(sys, 'argv', ['train', *options]):\n    main()\n",
+    ),
+    ("torch.distributed.get_rank() == 0", "os.environ['RANK'] == '0'"),
+    (
+        "torch.distributed.destroy_process_group()\n",
+        "    noise_scale = written.Scalars('gns/trace')[-1].value\n",
+    ),
+]
+"""Of the program without our lines: torchtitan's main takes the place of its own."""
 
 
 def loss(model: nn.Module, words: Tensor) -> Tensor:
@@ -55,3 +78,14 @@ def test_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = gnsfast.brute_force_noise_scale(model, loss, torch.cat(words), blocks=8)
     against(row, ran.names["noise_scale"], truth.noise_scale)
     assert "gns/b_simple" in ran.names["logged"]
+
+
+def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan's own command, with a module of configurations, measures what the recipe does."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    edits = [('loss_reduction="sum")', 'loss_reduction="sum", window=4)')]
+    edits += [("compute().noise_scale", "compute().trace")]  # which is logged at every step
+    recipe = RECIPE.launch(tmp_path, RANKS, edits=edits)
+    own = RECIPE.launch(tmp_path, RANKS, ours=False, edits=COMMAND)
+    assert own.losses == recipe.losses
+    assert own.names["noise_scale"] == pytest.approx(recipe.names["noise_scale"], rel=1e-6)

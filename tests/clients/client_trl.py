@@ -77,3 +77,35 @@ def test_a_frozen_head() -> None:
         ),
     ]
     assert RECIPE.run(edits=edits, STEPS=2).names["callback"].compute().updates == 2
+
+
+NAMED: list[tuple[str, str]] = [
+    ('{"input_ids": documents}', '{"input_ids": documents, "id": names}'),
+    ("config = Llama", "names = [f'file {k}' for k in range(len(documents))]\nconfig = Llama"),
+    ("trainer = SFT", "callback = GNSCallback(keep_largest=4, ids='id')\ntrainer = SFT"),
+    ("    model=model,", "    callbacks=[callback],\n    model=model,"),
+    ('callback = GNSCallback(loss="causal")  # new\n', ""),
+    ("trainer.add_callback(callback)  # new\n", ""),
+]
+
+
+@pytest.mark.parametrize("edits", [[FREE], [ROWS]], ids=["documents", "rows"])
+def test_a_column_of_text_names_samples(edits: list[tuple[str, str]]) -> None:
+    """At weights that stay, the sample with the largest share is that of a loop over all."""
+    ran = RECIPE.run(edits=[*edits, *NAMED], LEARNING_RATE=0.0, STEPS=12)
+    found = ran.names["callback"].gns.largest()
+    model, documents = ran.names["trainer"].model, ran.names["documents"]
+    sqnorms = []
+    for one in found:
+        document = torch.tensor(documents[int(one.id.removeprefix("file "))])
+        grads = torch.autograd.grad(document_loss(1.0)(model, document), [*model.parameters()])
+        sqnorms.append(sum(float(g.square().sum()) for g in grads))
+    assert len({one.id for one in found}) == len(found) == 12 * 4
+    for update in range(12):  # which has one divisor
+        own = [s / one.sqnorm for s, one in zip(sqnorms, found) if one.update == update]
+        assert own == pytest.approx([own[0]] * 4, rel=1e-3)
+
+
+def test_rows_that_were_packed_have_no_names() -> None:
+    with pytest.raises(ValueError, match="but no 'id'"):
+        RECIPE.run(edits=NAMED, STEPS=2)

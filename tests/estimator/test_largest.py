@@ -2,8 +2,10 @@
 """The samples with the largest gradients, against a loop over single samples."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,19 +158,69 @@ def test_ids_that_are_written_to_again() -> None:
     assert gns.largest()[0].id == "a"
 
 
+def update_of(gns: gnsfast.GradientNoiseScale, x: Tensor, ids: Any) -> None:
+    with gns.microbatch(B, ids=ids):
+        mean_loss(gns.model, x).backward()
+    gns.update()
+    gns.model.zero_grad()
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 4])
+def test_a_resumed_run_lists_the_same(before: int, tmp_path: Path) -> None:
+    """With a window of three updates, of which one is without a number."""
+    model, data = model_of(), torch.randn(5, B, D)
+    data[2, 4] = math.nan
+    kept = lambda: gnsfast.GradientNoiseScale(model, keep_largest=KEPT, window=3)
+    whole, first, then = kept(), kept(), kept()
+    for update, x in enumerate(data):
+        ids = [("file", update, b) for b in range(B)] if update % 2 else torch.arange(B)
+        update_of(whole, x, ids)
+        if update == before:
+            torch.save(first.state_dict(), tmp_path / "state.pt")
+            then.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            assert repr(then.largest()) == repr(first.largest())
+            assert repr(then.compute().largest) == repr(first.compute().largest)
+        update_of(first if update < before else then, x, ids)
+    assert len(whole.largest()) == 3 * KEPT
+    assert repr(then.largest()) == repr(whole.largest())  # NaN equals itself in text alone
+    assert then.compute().largest == whole.compute().largest
+
+
+def test_states_hold_ids_as_plain_values(tmp_path: Path) -> None:
+    gns = gnsfast.GradientNoiseScale(model_of(), keep_largest=B)
+    names = [Path("a/b"), numpy.str_("c"), numpy.int64(4), ("d", numpy.float32(0.5)), None, True]
+    update_of(gns, torch.randn(B, D), names)
+    assert {one.id for one in gns.largest()} == {*names}
+    torch.save(gns.state_dict(), tmp_path / "state.pt")
+    gns.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert {one.id for one in gns.largest()} == {"a/b", "c", 4, ("d", 0.5), None, True}
+
+
 @pytest.mark.parametrize("saved, loaded", [(0, 3), (3, 0), (3, 5)])
-def test_states_hold_no_samples(saved: int, loaded: int) -> None:
+def test_states_of_another_number(saved: int, loaded: int) -> None:
     model = model_of()
     gns = gnsfast.GradientNoiseScale(model, keep_largest=saved)
     other = gnsfast.GradientNoiseScale(model, keep_largest=loaded)
-    for update in range(2):
-        with (gns if update == 0 else other).microbatch(B):
-            mean_loss(model, torch.randn(B, D)).backward()
-        (gns if update == 0 else other).update()
-        model.zero_grad()
-        if update == 0:
-            other.load_state_dict(gns.state_dict())
-            assert other.compute().trace == gns.compute().trace
-            assert math.isnan(other.compute().largest)
+    update_of(gns, torch.randn(B, D), None)
+    other.load_state_dict(gns.state_dict())
+    assert other.compute().trace == gns.compute().trace
+    if saved and loaded:
+        assert other.largest() == gns.largest()
+        assert other.compute().largest == gns.compute().largest
+    else:
+        assert math.isnan(other.compute().largest)
+    update_of(other, torch.randn(B, D), None)
     assert other.compute().updates == 2
     assert (other.compute().largest > 0) == (loaded > 0)
+    if loaded:
+        assert len(other.largest()) == saved + loaded
+
+
+def test_states_without_samples_load() -> None:
+    """As older versions have saved them."""
+    gns = gnsfast.GradientNoiseScale(model_of(), keep_largest=2)
+    update_of(gns, torch.randn(B, D), None)
+    state = gns.state_dict()
+    del state["means"]["largest"]
+    gns.load_state_dict(state)
+    assert gns.largest() == [] and math.isnan(gns.compute().largest)

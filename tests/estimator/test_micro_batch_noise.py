@@ -160,7 +160,7 @@ def test_every_layer(route: str) -> None:
         with gns.microbatch(3, scale=0.5):
             ((model(case.x) * case.r).sum() / 3 / 2).backward()
     gns.update()
-    moments = gns._start().sides["dual"].state()["sign"]["moments"]
+    moments = gns.state_dict()["means"]["sign"]["moments"]
     assert {*moments} == {n for n, p in model.named_parameters() if p.requires_grad}
     for moment, one, two in zip(moments.values(), *grads):
         want = 3 * (one - two).square() / 2

@@ -97,7 +97,8 @@ def fit(
         **options,
     }
     callbacks = [monitor, *options.pop("callbacks", [])]
-    loader = None if isinstance(module, Shared) else Loader(data(2 * UPDATES - 1))
+    own = type(module).train_dataloader is not pl.LightningModule.train_dataloader
+    loader = None if own else Loader(data(2 * UPDATES - 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(callbacks=callbacks, default_root_dir=folder, **options)

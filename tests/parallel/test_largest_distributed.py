@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples with the largest gradients, of two processes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import spawn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gnsfast
+from gnsfast.parallel import gathered
 
 pytestmark = pytest.mark.dist
 B, D = 4, 8
@@ -50,3 +53,49 @@ def kept(rank: int) -> None:
 
 def test_two_processes() -> None:
     spawn(kept)
+
+
+def measure(gns: Any, rank: int, update: int, x: torch.Tensor) -> None:
+    own = x[rank * B : (rank + 1) * B]
+    with gns.microbatch(B, ids=[f"{update} {rank * B + b}" for b in range(B)]):
+        F.cross_entropy(gns.model(own), own[:, :3].argmax(1)).backward()
+    gns.update()
+    gns.model.zero_grad()
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh(), torch.nn.Linear(D, 3))
+
+
+def saved(rank: int, folder: Path) -> None:
+    """The state is that of all processes, the same on each, and a resumed run continues it."""
+    data, model = torch.randn(2, 2 * B, D), DistributedDataParallel(small())
+    data[0, 5] *= 9
+    whole, first, then = (gnsfast.GradientNoiseScale(model, keep_largest=2) for _ in range(3))
+    for update, x in enumerate(data):
+        measure(whole, rank, update, x)
+        measure(then if update else first, rank, update, x)
+        if not update:
+            state = first.state_dict()
+            samples = state["means"]["largest"]
+            assert gathered(samples, None) == [samples, samples]
+            assert len(samples["updates"][0][2]) == 4  # two of each process
+            then.load_state_dict(state)
+            dcp.save({"gns": first}, checkpoint_id=folder)
+    assert then.largest() == whole.largest() and len(whole.largest()) == 8
+    assert then.compute().largest == whole.compute().largest
+
+
+def loaded(rank: int, folder: Path) -> None:
+    """By one process."""
+    gns = gnsfast.GradientNoiseScale(small(), keep_largest=2)
+    dcp.load({"gns": gns}, checkpoint_id=folder)
+    found = gns.largest()
+    assert found[0].id == "0 5" and len(found) == 4
+    assert gns.compute().largest == found[0].share
+
+
+def test_states(tmp_path: Path) -> None:
+    spawn(saved, 2, (tmp_path,))
+    spawn(loaded, 1, (tmp_path,))
