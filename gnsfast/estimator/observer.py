@@ -22,6 +22,7 @@ from gnsfast.estimator.largest import Largest
 from gnsfast.estimator.micro_batch_noise import GradientSlab, MicroBatches
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Pass, Update, kept
+from gnsfast.estimator.sample_clusters import ClusterMeasure
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
@@ -47,7 +48,14 @@ from gnsfast.probing import (
 )
 from gnsfast.tensors import is_dtensor
 
-SIDES: tuple[type[Side], ...] = (MicroBatches, AdamMetric, DualNorms, GroupMeasure, Largest)
+SIDES: tuple[type[Side], ...] = (
+    MicroBatches,
+    AdamMetric,
+    DualNorms,
+    GroupMeasure,
+    ClusterMeasure,
+    Largest,
+)
 """What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
@@ -199,6 +207,7 @@ class Observer:
         passes: int | None = None,
         ids: Any = None,
         update: int = 0,
+        clusters: Any = None,
     ) -> None:
         """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
@@ -218,6 +227,11 @@ class Observer:
                 "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
                 "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
             )
+        if (clusters is None) == self.settings.clusters:
+            raise ValueError(
+                "clusters was given in some micro-batches and not in others. Give "
+                "gns.microbatch(n, clusters=...) in each, or call gns.reset() to begin anew."
+            )
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
@@ -231,7 +245,7 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        block = Block(len(self._passes), num_samples, groups, ids, update)
+        block = Block(len(self._passes), num_samples, groups, ids, update, clusters)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)

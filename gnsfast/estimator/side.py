@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of what is measured beside the norms: a metric, dual norms, groups of samples.
+"""The protocol of what is measured beside the norms: a metric, dual norms, groups and clusters of
+samples.
 
 A new one is a file with a subclass of ``Side``, and a line in ``observer.SIDES``.
 """
@@ -37,7 +38,7 @@ class Setup(NamedTuple):
 
 class Block(NamedTuple):
     """A pass that begins: how many of its update came before it, its samples, the user's
-    ``groups`` and ``ids`` of them, and the number of the update.
+    ``groups``, ``clusters`` and ``ids`` of them, and the number of the update.
     """
 
     before: int
@@ -45,6 +46,7 @@ class Block(NamedTuple):
     groups: Any
     ids: Any
     update: int
+    clusters: Any = None
 
 
 class Side:

@@ -69,9 +69,9 @@ def refuse_capture() -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, because the CPU "
-            "reads how many samples each group has: run measured updates without a graph, or leave "
-            "out groups."
+            "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, nor can "
+            "gns.microbatch(clusters=...), because the CPU reads how many samples each has: run "
+            "measured updates without a graph, or leave groups and clusters out."
         )
 
 
