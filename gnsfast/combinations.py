@@ -32,7 +32,7 @@ WHOLE = "a hook must see the whole gradient of one process, as under Distributed
 OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
-    **{frozenset((DOCUMENTS, each)): "" for each in (METRIC, GROUPS, TENSOR_PARALLEL, PIPELINE)},
+    **{frozenset((DOCUMENTS, each)): "" for each in (METRIC, TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((METRIC, each)): "" for each in (GROUPS, TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((GROUPS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((TENSOR_PARALLEL, each)): "" for each in (TIED, REPEATED)},
@@ -62,8 +62,8 @@ ALONE: dict[str, set[str]] = {
 """What kernels measure by themselves. Those that are not here measure nothing beside norms."""
 
 ALONE_APART = {
-    "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
-    "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "linear": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((DOCUMENTS, TIED, GROUPS))},
+    "embedding": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((DOCUMENTS, TIED, GROUPS))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }
 """What a kernel does not measure together by itself, in addition to ``APART``."""

@@ -85,7 +85,7 @@ class Largest(Side):
         self._world, self._rank = processes.world, setup.rank
         self.width = self._world + 1  # the largest of each process, and the sum of all
         self._records: deque[Record] = deque(maxlen=settings.window)
-        self._block = Block(0, 0, None, None, 0)
+        self._block = Block(0, 0, None, None, 0, None, 0)
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if ids have no order, or are not as many as samples."""

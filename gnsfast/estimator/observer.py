@@ -245,7 +245,7 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        block = Block(len(self._passes), num_samples, groups, ids, update, clusters)
+        block = Block(len(self._passes), num_samples, groups, ids, update, clusters, slots)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)

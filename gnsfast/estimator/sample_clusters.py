@@ -21,7 +21,6 @@ from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
-from gnsfast.functional import Groups
 from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, loss_factors, summarize_clusters
 from gnsfast.parallel import gathered
 
@@ -34,10 +33,13 @@ APART = (
 
 
 class ClusterRows(NamedTuple):
-    """What a pass left: the cluster of each sample, and the rows from ``ProbeSlab.groups``."""
+    """What a pass left: the cluster of each sample, their number, the columns of samples, and the
+    rows from ``ProbeSlab.groups``.
+    """
 
     cluster_B: Tensor
     clusters: int
+    slots: int
     rows: list[Tensor]
 
 
@@ -58,6 +60,7 @@ class ClusterMeasure(Side):
         self._is_local = setup.settings.local
         self._has_compared = self._is_local or setup.processes.world == 1
         self._members: list[list[int]] = []
+        self._slots = 0
         self._facts: dict[torch.device, Facts] = {}
         self._cluster_B = torch.zeros(0, dtype=torch.int64)
 
@@ -73,18 +76,20 @@ class ClusterMeasure(Side):
             self._ids.update(found)
         members = [*found.values()]
         leaves = self.setup.slab.followed.leaves
-        if members != self._members:
-            self._members = members
+        if members != self._members or block.slots != self._slots:
+            self._members, self._slots = members, block.slots
             self._cluster_B = torch.zeros(block.num_samples, dtype=torch.int64)
             for k, own in enumerate(members):
                 self._cluster_B[own] = k
-            groups = Groups.of(*map(torch.tensor, members))
+            groups = block.groups_of([*map(torch.tensor, members)])
             devices = {leaf.parameter.device for leaf in leaves}
             self._facts = {device: Facts(groups=groups.to(device)) for device in devices}
         return {leaf.name: self._facts[leaf.parameter.device] for leaf in leaves}
 
     def passed(self) -> ClusterRows:
-        return ClusterRows(self._cluster_B, len(self._members), self.setup.slab.groups())
+        return ClusterRows(
+            self._cluster_B, len(self._members), self._slots, self.setup.slab.groups()
+        )
 
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
         if self._has_compared:
@@ -101,8 +106,9 @@ class ClusterMeasure(Side):
 
     def _of_pass(self, each: Pass, device: torch.device) -> Tensor:
         """This process's share of a micro-batch's numbers."""
-        cluster_B, clusters, rows = each.left[self.name]
-        k = torch.stack([t[:, -clusters:].sum(dtype=torch.float64).to(device) for t in rows]).sum()
+        cluster_B, clusters, slots, rows = each.left[self.name]
+        columns = slice(slots + 2, slots + 2 + clusters)
+        k = torch.stack([t[:, columns].sum(dtype=torch.float64).to(device) for t in rows]).sum()
         lengths_B = torch.ones(len(cluster_B), dtype=torch.float64, device=device)
         if isinstance(each.tokens, Tensor):
             lengths_B = each.tokens.to(device, torch.float64)

@@ -16,6 +16,7 @@ from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.following import NOTHING, Facts
+from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
@@ -37,7 +38,8 @@ class Setup(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A pass that begins: how many of its update came before it, its samples, the user's
+    """A pass that begins: how many of its update came before it, its samples, the ``slots`` that it
+    has for them, of which those of packed documents are more, the user's
     ``groups``, ``clusters`` and ``ids`` of them, and the number of the update.
     """
 
@@ -46,7 +48,13 @@ class Block(NamedTuple):
     groups: Any
     ids: Any
     update: int
-    clusters: Any = None
+    clusters: Any
+    slots: int
+
+    def groups_of(self, members: Sequence[Tensor]) -> Groups:
+        """The groups of all slots: those of samples, and one more of the slots without a sample."""
+        empty = torch.arange(self.num_samples, self.slots)
+        return Groups.of(*members, *([empty] if len(empty) else []))
 
 
 class Side:

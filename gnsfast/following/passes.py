@@ -127,7 +127,7 @@ class Passes:
                 for leaf in leaves:
                     leaf.found.parts.clear()
         for leaf in found:
-            if leaf.is_known_joined and not leaf.found.uses:
+            if leaf.is_lost_in_graphs and not leaf.found.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
         return found
 

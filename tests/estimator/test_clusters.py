@@ -4,9 +4,11 @@
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import test_documents as documents
 import torch
 import torch.nn.functional as F
 from processes import spawn
@@ -217,13 +219,35 @@ def test_a_cluster_in_several_micro_batches_that_are_measured_by_themselves() ->
     Truth(found, [12] * 6).check(of(measure(model, updates, source="local")))
 
 
+def check_lengths(
+    found: gnsfast.ClusterNoiseScale, updates: list[tuple[Tensor, Tensor, Tensor]]
+) -> None:
+    """Of updates with equally many samples: their gradients, weights and clusters. The weight of
+    tr Σ is Σ a² times the square of the samples' mean length, for weights u = a L.
+    """
+    rows = []
+    for g_BP, u_B, cluster_B in updates:
+        apart, within, alone = of_pairs(g_BP, u_B, cluster_B)
+        weight = len(u_B) * (u_B.sum() / len(u_B)) ** 2
+        share = u_B.square().sum() / weight
+        more = weight_of(cluster_B, u_B) - 1
+        common = share * (within - apart)
+        rows.append(torch.stack([apart, share * (alone - apart), common, more * common, more]))
+    square, trace, common, shared, more = torch.stack(rows).mean(0).tolist()
+    assert found.grad_sqnorm == pytest.approx(square, rel=1e-5)
+    assert found.independent.trace == pytest.approx(trace, rel=1e-5)
+    assert found.trace == pytest.approx(trace + shared, rel=1e-5)
+    assert found.correlation.value == pytest.approx(shared / trace / more, rel=1e-5)
+    assert found.samples == sum(len(u) for _, u, _ in updates)
+    assert found.clusters == sum(len(cluster.unique()) for _, _, cluster in updates)
+
+
 def test_tokens_scaler_and_padding() -> None:
     """Unequal weights, from lengths and from factors; a row of padding is no sample."""
     model, updates = make(), sizes(6, 6, [1, 1, 2, 2, 2, 3])
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler)
-    rows, weights, numbers = [], [], []
-    tokens = torch.tensor([T, 2, 3, T, 1, 0])
+    single, tokens = [], torch.tensor([T, 2, 3, T, 1, 0])
     for at, [(ids, labels, clusters)] in enumerate(updates):
         for row, n in zip(labels, tokens):
             row[n:] = -100
@@ -233,22 +257,47 @@ def test_tokens_scaler_and_padding() -> None:
         gns.update()
         model.zero_grad()
         u = (scale * tokens / tokens.sum()).double()[:5]
-        g, names = grads_of(model, (ids[:5], labels[:5], None)), torch.tensor(clusters[:5])
-        apart, within, alone = of_pairs(g, u, names)
-        # The weight of tr Σ is Σ a² times the square of the samples' mean length.
-        weight = 5 * (scale / tokens.sum()) ** 2 * (tokens.sum() / 5) ** 2
-        of_sum = u.square().sum() / weight
-        rows.append((apart, alone * of_sum - apart * of_sum, within - apart))
-        weights.append(of_sum)
-        numbers.append(weight_of(names, u))
-    found = of(gns.compute())
-    square, trace, common = (torch.stack(own).mean() for own in zip(*rows))
-    m, of_sum = numbers[0], weights[0]
-    assert found.grad_sqnorm == pytest.approx(float(square), rel=1e-5)
-    assert found.independent.trace == pytest.approx(float(trace), rel=1e-5)
-    assert found.trace == pytest.approx(float(trace + (m - 1) * common * of_sum), rel=1e-5)
-    assert found.correlation.value == pytest.approx(float(common * of_sum / trace), rel=1e-5)
-    assert (found.clusters, found.samples) == (12, 30)
+        g = grads_of(model, (ids[:5], labels[:5], None))
+        single.append((g, u, torch.tensor(clusters[:5])))
+    check_lengths(of(gns.compute()), single)
+
+
+@pytest.mark.parametrize("kind", ["eager", "tied", "compiled"])
+def test_packed_documents(kind: str) -> None:
+    """Clusters of documents that do not lie side by side."""
+    torch.manual_seed(1)
+    model, clusters = documents.Packed(kind == "tied"), [2, 1, 2, 1, 1]
+    called = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+    n, single = len(documents.LENGTHS), []
+    tokens = torch.tensor(documents.LENGTHS)
+    gns = gnsfast.GradientNoiseScale(model, source="global")
+    for _ in range(6):
+        batch = documents.draw()
+        starts = gnsfast.cu_seqlens(batch[1])
+        with gns.microbatch(n, cu_seqlens=starts, tokens=tokens, clusters=clusters):
+            (documents.packed_loss(called, batch) / tokens.sum()).backward()
+        gns.update()
+        model.zero_grad()
+        wide, rows = copy.deepcopy(model).double(), []
+        for document in zip(*(t[0].split(documents.LENGTHS) for t in batch)):
+            loss = documents.packed_loss(wide, tuple(t[None] for t in document))
+            g = torch.autograd.grad(loss / len(document[0]), [*wide.parameters()])
+            rows.append(torch.cat([t.flatten() for t in g]))
+        single.append((torch.stack(rows), tokens / tokens.sum(), torch.tensor(clusters)))
+    check_lengths(of(gns.compute()), [(g, u.double(), names) for g, u, names in single])
+
+
+def test_documents_in_a_shared_weight_that_is_compiled() -> None:
+    """The first batch runs as it is; compiled code joins no uses."""
+    model, batch = documents.Packed(tied=True), documents.draw()
+    compiled, tokens = torch.compile(model, backend="aot_eager"), torch.tensor(documents.LENGTHS)
+    gns, starts = gnsfast.GradientNoiseScale(model), gnsfast.cu_seqlens(batch[1])
+    for match in ("", "tokens.weight: compiled code uses it several times"):
+        with pytest.raises(gnsfast.ObservationError, match=match) if match else nullcontext():
+            with gns.microbatch(5, cu_seqlens=starts, tokens=tokens, clusters=[1, 1, 1, 2, 2]):
+                documents.packed_loss(compiled, batch).backward()
+            gns.update()
+            model.zero_grad()
 
 
 def test_resumed() -> None:
