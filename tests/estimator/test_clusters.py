@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from processes import spawn
 from test_groups_in_models import Tied
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gnsfast
@@ -364,7 +365,9 @@ def test_largest_samples_beside_them() -> None:
 
 
 def two_processes(rank: int) -> None:
-    """Each process measures its own clusters; the sums of both are one process's."""
+    """Each process measures its own clusters; the sums of both are one process's, under DDP and
+    FSDP2.
+    """
     updates = [[*a, *b] for a, b in zip(sizes(6, 6), sizes(7, 6)[1:])]
     model = DistributedDataParallel(make())
     gns = gnsfast.GradientNoiseScale(model)
@@ -374,7 +377,18 @@ def two_processes(rank: int) -> None:
             loss_of(model, ids, labels).backward()
         gns.update()
         model.zero_grad()
-    truth(model, updates).check(of(gns.compute()))
+    expected = truth(model, updates)
+    expected.check(of(gns.compute()))
+    sharded = make()
+    fully_shard(sharded)
+    gns = gnsfast.GradientNoiseScale(sharded)
+    for passes in updates:
+        ids, labels, clusters = passes[rank]
+        with gns.microbatch(len(ids), clusters=clusters):
+            loss_of(sharded, ids, labels).backward()
+        gns.update()
+        sharded.zero_grad()
+    expected.check(of(gns.compute()))
     parts = gnsfast.GradientNoiseScale(model)
     with parts.microbatch(6, clusters=[rank, rank, rank, 5, 5, 5]):
         loss_of(model, *updates[0][rank][:2]).backward()
