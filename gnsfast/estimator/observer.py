@@ -169,9 +169,14 @@ class Observer:
         leaves = self._slab.followed.leaves
         here = {leaf.name: leaf.left_out for leaf in leaves if leaf.left_out}
         stage = 0 if s.stages is None else dist.get_rank(s.stages)  # each has its own parameters
-        found = gathered((stage, here), s.group)
-        own = {name: why for k, other in found if k == stage for name, why in other.items()}
-        if all(a.keys() == b.keys() for i, a in found for k, b in found if i == k):
+        found = gathered((stage, here, s.clusters), s.group)
+        if any(clusters != s.clusters for *_, clusters in found):
+            raise ObservationError(
+                "Some processes gave gns.microbatch(clusters=...) and others did not: give it on "
+                "each of them."
+            )
+        own = {name: why for k, other, _ in found if k == stage for name, why in other.items()}
+        if all(a.keys() == b.keys() for i, a, _ in found for k, b, _ in found if i == k):
             return True
         if self.is_settled:
             raise ObservationError(

@@ -9,6 +9,7 @@ for each cluster, so that no product is computed twice.
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral
+from reprlib import repr
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, loss_factors, summa
 from gnsfast.parallel import gathered
 
 APART = (
-    "samples of cluster {!r} are in {}, but a cluster must be in one micro-batch of an update, on "
+    "samples of cluster {} are in {}, but a cluster must be in one micro-batch of an update, on "
     "one process: what its parts have in common is taken for the gradient. Put each cluster into "
     "one micro-batch, or measure each micro-batch by itself: GradientNoiseScale(model, "
     "source='local')."
@@ -72,7 +73,7 @@ class ClusterMeasure(Side):
         if not self._is_local and not isinstance(block.clusters, Integral):
             for name in found:
                 if name in self._ids:
-                    raise ValueError(APART.format(name, "two micro-batches of an update"))
+                    raise ValueError(APART.format(repr(name), "two micro-batches of an update"))
             self._ids.update(found)
         members = [*found.values()]
         leaves = self.setup.slab.followed.leaves
@@ -98,7 +99,9 @@ class ClusterMeasure(Side):
         seen: set[Any] = set()
         for ids in gathered(self._ids, self.setup.settings.group):
             if both := seen & ids:
-                raise ObservationError(APART.format(both.pop(), "the batches of two processes"))
+                raise ObservationError(
+                    APART.format(repr(both.pop()), "the batches of two processes")
+                )
             seen |= ids
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:

@@ -207,7 +207,8 @@ class ClusterNoiseScale(ModuleNoiseScale):
     ``noise_scale`` is the batch, in samples that come in such clusters, in which noise and gradient
     are equally large; ``in_clusters`` is the same in clusters. ``trace`` is their noise for each
     sample. Samples of a cluster are not independent, so that ``NoiseScale.noise_scale``, which
-    takes them to be, is too small where they are alike.
+    takes them to be, is too small where they are alike. ``gnsfast.flag`` and controllers of the
+    batch size use this one.
 
     ``independent`` is the noise scale of samples each of which is of a cluster of its own.
     ``correlation`` is ρ, the share of a sample's noise that it has in common with another of its
@@ -336,13 +337,14 @@ class NoiseScale(ModuleNoiseScale):
 
     def under(self, metric: str) -> Estimate:
         """The noise scale in a metric: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``.
+        The Euclidean one is that of ``clusters`` where these are measured.
 
         Raises:
             ValueError: where the estimator does not measure it. The message says how to.
         """
         check_choice("metric", metric, METRICS)
         if metric == "euclidean":
-            return self
+            return self if self.clusters is None else self.clusters
         if metric in (others := self.others):
             return others[metric]
         optimizer = ", optimizer=optimizer" if metric == "adam" else ""

@@ -5,6 +5,7 @@ import copy
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -345,6 +346,15 @@ def test_said_and_logged() -> None:
     assert not any("clusters" in name for name in metrics(nothing))
 
 
+def test_flags_and_controllers_take_that_of_clusters() -> None:
+    result = measure(make(), sizes())
+    assert result.under("euclidean") == of(result) != result
+    said = gnsfast.flag(12, result, factor=1.0)
+    assert (said.lower, said.upper) == (of(result).lower, of(result).upper)
+    drifting = gnsfast.flag(12, replace(result, drift=True), factor=1.0)
+    assert drifting.verdict == "unresolved" and drifting.lower == 0
+
+
 def test_an_overflow_is_skipped() -> None:
     model, updates = make(), sizes(7)
     gns = gnsfast.GradientNoiseScale(model)
@@ -394,6 +404,12 @@ def two_processes(rank: int) -> None:
         loss_of(model, *updates[0][rank][:2]).backward()
     with pytest.raises(gnsfast.ObservationError, match="cluster 5 are in the batches of two"):
         parts.update()
+    model.zero_grad()
+    one = gnsfast.GradientNoiseScale(model)
+    with one.microbatch(6, **({"clusters": 3} if rank else {})):
+        loss_of(model, *updates[0][rank][:2]).backward()
+    with pytest.raises(gnsfast.ObservationError, match="Some processes gave"):
+        one.update()
 
 
 @pytest.mark.dist
