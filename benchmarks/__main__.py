@@ -5,7 +5,7 @@ branches; ``geometry``: which noise scale follows it; ``model``: what norms cost
 ``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
 those of noise scales hold the truth; ``present``: whether they do at the weights of a training run;
 ``updates``: what whole updates of small models cost; ``broken-samples``: whether samples with large
-gradients are the broken ones.
+gradients are the broken ones; ``clusters``: what those of samples cost.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
 from benchmarks.model import tables as model
-from benchmarks.studies import batch_size, broken_samples, geometry, intervals, present
+from benchmarks.studies import batch_size, broken_samples, clusters, geometry, intervals, present
 
 
 class Study:
@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
     "broken-samples": (Study(broken_samples), "are the largest gradients theirs; a minute"),
+    "clusters": (Study(clusters), "of samples: what they cost; a minute"),
     "updates": (updates, "of small models; two minutes"),
     "families": (sweep, "what of transformers is right"),
     "model": (model, "what norms cost on a GPU, counted"),

@@ -32,6 +32,7 @@ from gnsfast.layers import (
 )
 from gnsfast.noise_scale import (
     AdamNoiseScale,
+    ClusterNoiseScale,
     Flag,
     GroupNoiseScale,
     ModuleNoiseScale,
@@ -49,6 +50,7 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "Bilinear",
+    "ClusterNoiseScale",
     "Conv1d",
     "Conv2d",
     "Conv3d",

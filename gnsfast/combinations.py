@@ -14,7 +14,7 @@ METRIC = "Adam's metric (metric='adam')"
 SIGN = "the sign noise scale (metric='sign')"
 SPECTRAL = "the spectral noise scale (metric='spectral')"
 MICRO_BATCHES = "noise from micro-batches (noise_from='micro_batches')"
-GROUPS = "groups of samples"
+GROUPS = "groups of samples (or clusters)"
 TIED = "a weight that it shares"
 REPEATED = "several uses in one pass"
 TENSOR_PARALLEL = "tensor parallelism"
@@ -32,7 +32,7 @@ WHOLE = "a hook must see the whole gradient of one process, as under Distributed
 OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
-    **{frozenset((DOCUMENTS, each)): "" for each in (METRIC, GROUPS, TENSOR_PARALLEL, PIPELINE)},
+    **{frozenset((DOCUMENTS, each)): "" for each in (METRIC, TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((METRIC, each)): "" for each in (GROUPS, TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((GROUPS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((TENSOR_PARALLEL, each)): "" for each in (TIED, REPEATED)},
@@ -62,8 +62,8 @@ ALONE: dict[str, set[str]] = {
 """What kernels measure by themselves. Those that are not here measure nothing beside norms."""
 
 ALONE_APART = {
-    "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
-    "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "linear": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((DOCUMENTS, TIED, GROUPS))},
+    "embedding": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((DOCUMENTS, TIED, GROUPS))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }
 """What a kernel does not measure together by itself, in addition to ``APART``."""

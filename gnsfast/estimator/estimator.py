@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ class GradientNoiseScale:
         groups: Sequence[Any] | Tensor | None = None,
         schedule: Any = None,
         ids: Sequence[Any] | Tensor | None = None,
+        clusters: int | Sequence[Any] | Tensor | None = None,
     ) -> Iterator[None]:
         """Measure the one forward and one backward pass inside the block.
 
@@ -198,6 +200,11 @@ class GradientNoiseScale:
             schedule: the ``torch.distributed.pipelining`` schedule whose ``step`` runs once in the
                 block. It divides ``num_samples`` into its own micro-batches.
             ids: a name for each sample, such as its number in the data set, for ``largest()``.
+            clusters: which samples belong together, such as the rollouts of a prompt or the
+                augmentations of an image: 8 if every 8 consecutive samples are a cluster, or the
+                cluster of each sample. ``compute().clusters`` then has the noise scale of clusters.
+                A cluster must be in one micro-batch, on one process (but with ``"local"``). A
+                tensor is best on the CPU, since it is read at once.
 
         Raises:
             ValueError: for counts that are zero or negative, a single sample with ``"local"``, or
@@ -207,6 +214,8 @@ class GradientNoiseScale:
         """
         num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
+        if self._observer is None:  # the first micro-batch decides
+            self._settings = replace(self._settings, clusters=clusters is not None)
         self._settings.check_block(tokens, cu_seqlens, groups, schedule, ids)
         if self._inside or self._attached is not None:
             raise ObservationError(
@@ -220,7 +229,8 @@ class GradientNoiseScale:
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed, passes = pipeline.num_samples, pipeline.passes
-        observer = self._open(passed, cu_seqlens=cu_seqlens, groups=groups, passes=passes, ids=ids)
+        details = dict(groups=groups, ids=ids, clusters=clusters)
+        observer = self._open(passed, cu_seqlens=cu_seqlens, passes=passes, **details)
         self._inside = True
         try:
             steps: AbstractContextManager[None] = nullcontext()
@@ -472,6 +482,7 @@ class GradientNoiseScale:
             for leaf in followed.leaves:
                 if leaf.name in left_out and not leaf.left_out:
                     leaf.left_out = "left out in the run whose state was loaded"
+        self._settings = replace(self._settings, clusters=bool(state.get("clusters")))
         other = Observer(self.model, self._settings)
         other.settle()
         refuse_other(state, identity(other, self.window, self.every))

@@ -22,6 +22,7 @@ from gnsfast.estimator.largest import Largest
 from gnsfast.estimator.micro_batch_noise import GradientSlab, MicroBatches
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Pass, Update, kept
+from gnsfast.estimator.sample_clusters import ClusterMeasure
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
@@ -47,7 +48,14 @@ from gnsfast.probing import (
 )
 from gnsfast.tensors import is_dtensor
 
-SIDES: tuple[type[Side], ...] = (MicroBatches, AdamMetric, DualNorms, GroupMeasure, Largest)
+SIDES: tuple[type[Side], ...] = (
+    MicroBatches,
+    AdamMetric,
+    DualNorms,
+    GroupMeasure,
+    ClusterMeasure,
+    Largest,
+)
 """What can be measured beside the norms. Saved states have their numbers in this order."""
 
 
@@ -161,9 +169,14 @@ class Observer:
         leaves = self._slab.followed.leaves
         here = {leaf.name: leaf.left_out for leaf in leaves if leaf.left_out}
         stage = 0 if s.stages is None else dist.get_rank(s.stages)  # each has its own parameters
-        found = gathered((stage, here), s.group)
-        own = {name: why for k, other in found if k == stage for name, why in other.items()}
-        if all(a.keys() == b.keys() for i, a in found for k, b in found if i == k):
+        found = gathered((stage, here, s.clusters), s.group)
+        if any(clusters != s.clusters for *_, clusters in found):
+            raise ObservationError(
+                "Some processes gave gns.microbatch(clusters=...) and others did not: give it on "
+                "each of them."
+            )
+        own = {name: why for k, other, _ in found if k == stage for name, why in other.items()}
+        if all(a.keys() == b.keys() for i, a, _ in found for k, b, _ in found if i == k):
             return True
         if self.is_settled:
             raise ObservationError(
@@ -199,6 +212,7 @@ class Observer:
         passes: int | None = None,
         ids: Any = None,
         update: int = 0,
+        clusters: Any = None,
     ) -> None:
         """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
@@ -218,6 +232,11 @@ class Observer:
                 "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
                 "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
             )
+        if (clusters is None) == self.settings.clusters:
+            raise ValueError(
+                "clusters was given in some micro-batches and not in others. Give "
+                "gns.microbatch(n, clusters=...) in each, or call gns.reset() to begin anew."
+            )
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
@@ -231,7 +250,7 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        block = Block(len(self._passes), num_samples, groups, ids, update)
+        block = Block(len(self._passes), num_samples, groups, ids, update, clusters, slots)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)

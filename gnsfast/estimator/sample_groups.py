@@ -17,7 +17,6 @@ from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
-from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_group
 from gnsfast.parallel import gathered
 
@@ -26,9 +25,12 @@ WIDTH = 2 + loss_factors.SCALARS
 
 
 class GroupRows(NamedTuple):
-    """What a pass left: the samples of each group, and the rows from ``ProbeSlab.groups``."""
+    """What a pass left: the samples of each group, the columns of samples, and the rows from
+    ``ProbeSlab.groups``.
+    """
 
     members: list[Tensor]
+    slots: int
     rows: list[Tensor]
 
 
@@ -52,6 +54,7 @@ class GroupMeasure(Side):
         self.width = len(names) * WIDTH
         self._index = {name: k for k, name in enumerate(names)}
         self._members: list[Tensor] = []
+        self._slots = 0
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if groups are unknown, or their number is not that of the samples."""
@@ -71,12 +74,12 @@ class GroupMeasure(Side):
             )
         group_B = torch.tensor([self._index[g] for g in groups])
         self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self._groups))]
-        asked = Groups.of(*self._members)
+        self._slots, asked = block.slots, block.groups_of(self._members)
         leaves = self.setup.slab.followed.leaves
         return {leaf.name: Facts(groups=asked.to(leaf.parameter.device)) for leaf in leaves}
 
     def passed(self) -> GroupRows:
-        return GroupRows(self._members, self.setup.slab.groups())
+        return GroupRows(self._members, self._slots, self.setup.slab.groups())
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
         return torch.stack([self._of_pass(each, device) for each in update.passes]).sum(0)
@@ -85,10 +88,9 @@ class GroupMeasure(Side):
         """This process's share of a micro-batch's numbers."""
         found = torch.zeros(len(self._groups), WIDTH, dtype=torch.float64, device=device)
         tokens: Any = each.tokens
-        members, rows = each.left[self.name]
-        B, G = sum(map(len, members)), len(members)
+        members, slots, rows = each.left[self.name]
         sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
-        p_B, q_G = sums[:B], sums[-G:]
+        p_B, q_G = sums[:slots], sums[slots + 2 :]
         a: float | Tensor = each.scale
         if self.setup.settings.loss_reduction == "mean":
             total = each.num_samples if tokens is None else tokens.to(device).double().sum()

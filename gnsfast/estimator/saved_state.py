@@ -20,6 +20,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
         "dual": list(s.dual),
         "noise_from": s.noise_from,
         "groups": list(s.groups),
+        "clusters": s.clusters or None,  # older states do not have it
         "window": window,
         "every": every,
     }

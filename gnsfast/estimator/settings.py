@@ -39,6 +39,7 @@ class Settings:
     noise_from: str = "samples"  # whose spread is the noise in dual norms
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
     unit: str = "sample"
+    clusters: bool = False  # whether each micro-batch says which samples belong together
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
@@ -53,11 +54,16 @@ class Settings:
                 "Euclidean noise scale of micro-batches use GradientNoiseScale(model, "
                 "unit='micro_batch'), which is gnsfast.TwoBatchNoiseScale(model)."
             )
-        of_samples = self.groups or self.keep_largest or self.optimizer is not None
+        of_samples = self.groups or self.clusters or self.keep_largest or self.optimizer is not None
         if self.by_gradients and (self.local or of_samples):
             raise ValueError(
                 "unit='micro_batch' compares micro-batches, and looks at no single sample: leave "
-                "out source='local', groups, keep_largest and metric='adam'"
+                "out source='local', groups, clusters, keep_largest and metric='adam'"
+            )
+        if self.groups and self.clusters:
+            raise NotImplementedError(
+                "groups and clusters cannot be measured together, because each takes the sums of "
+                "samples. Measure the one without the other."
             )
         if self.local and self.stages is not None:
             raise ValueError(
@@ -78,7 +84,7 @@ class Settings:
             SIGN: "sign" in self.dual and not self.micro_batches,
             SPECTRAL: "spectral" in self.dual and not self.micro_batches,
             MICRO_BATCHES: self.micro_batches,
-            GROUPS: bool(self.groups),
+            GROUPS: bool(self.groups or self.clusters),
             PIPELINE: schedule or self.stages is not None,
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
@@ -104,8 +110,12 @@ class Settings:
                 f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: pass "
                 "tokens=torch.tensor([...]) with one count for each sample"
             )
-        if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
-            raise ValueError("With groups, tokens must be a tensor with one count for each sample.")
+        if tokens is not None and getattr(tokens, "ndim", 0) != 1:
+            if groups is not None or self.clusters:
+                kind = "groups" if groups is not None else "clusters"
+                raise ValueError(
+                    f"With {kind}, tokens must be a tensor with one count for each sample."
+                )
         if cu_seqlens is not None and tokens is None:
             raise ValueError(
                 "With cu_seqlens pass tokens=..., the tokens of each document that the loss "

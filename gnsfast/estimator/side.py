@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of what is measured beside the norms: a metric, dual norms, groups of samples.
+"""The protocol of what is measured beside the norms: a metric, dual norms, groups and clusters of
+samples.
 
 A new one is a file with a subclass of ``Side``, and a line in ``observer.SIDES``.
 """
@@ -15,6 +16,7 @@ from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.following import NOTHING, Facts
+from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
@@ -36,8 +38,9 @@ class Setup(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A pass that begins: how many of its update came before it, its samples, the user's
-    ``groups`` and ``ids`` of them, and the number of the update.
+    """A pass that begins: how many of its update came before it, its samples, the ``slots`` that it
+    has for them, of which those of packed documents are more, the user's
+    ``groups``, ``clusters`` and ``ids`` of them, and the number of the update.
     """
 
     before: int
@@ -45,6 +48,13 @@ class Block(NamedTuple):
     groups: Any
     ids: Any
     update: int
+    clusters: Any
+    slots: int
+
+    def groups_of(self, members: Sequence[Tensor]) -> Groups:
+        """The groups of all slots: those of samples, and one more of the slots without a sample."""
+        empty = torch.arange(self.num_samples, self.slots)
+        return Groups.of(*members, *([empty] if len(empty) else []))
 
 
 class Side:

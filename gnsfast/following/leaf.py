@@ -228,8 +228,17 @@ class Leaf:
 
     @property
     def is_tied(self) -> bool:
-        """Whether links join its uses. They have no products of single gradients."""
-        return self._has_links and not any(isinstance(s, Grams) for s in self.facts.second)
+        """Whether links join its uses. They have no products of single gradients, and no sums of
+        groups of documents.
+        """
+        apart = self.starts is not None and self.facts.groups is not None
+        apart |= any(isinstance(s, Grams) for s in self.facts.second)
+        return self._has_links and not apart
+
+    @property
+    def is_lost_in_graphs(self) -> bool:
+        """Whether its uses must be joined, which only eager code does."""
+        return self.is_known_joined or (self._has_links and not self.is_tied)
 
     @property
     def is_over(self) -> bool:

@@ -168,7 +168,7 @@ class Passes:
                     found[leaf] = rows
                 for leaf in leaves:
                     leaf.found.parts.clear()
-        for leaf in [leaf for leaf in leaves if leaf.is_known_joined]:
+        for leaf in [leaf for leaf in leaves if leaf.is_lost_in_graphs]:
             if leaf in found and not leaf.found.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
         if not is_own:

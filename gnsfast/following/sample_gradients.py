@@ -2,6 +2,7 @@
 """From the gradients of single samples to the rows of a probe, and the joining of several uses."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from gnsfast import ops
 from gnsfast.errors import first_line
 from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
-from gnsfast.functional import Plan
+from gnsfast.functional import Groups, Plan
 from gnsfast.signatures import (
     OPERATORS,
     RESULTS,
@@ -201,8 +202,11 @@ def _pulled_back(
         assert leaf.twin is not None
         twins.append(leaf.twin)
 
+    groups = leaves[0].facts.groups  # those of all leaves
+    order = [*range(B)] if groups is None else groups.order_B.tolist()
+
     def gradients() -> Iterator[tuple[Tensor, ...]]:
-        for b in range(B):
+        for b in order:
             of_parts = [
                 part.gradient(b).reshape(end.shape).to(end.dtype)
                 for end, (_, part) in zip(ends, parts.values())
@@ -211,31 +215,42 @@ def _pulled_back(
                 ends, twins, of_parts, retain_graph=True, materialize_grads=True
             )
 
-    return dict(zip(leaves, streamed(gradients(), leaves, B)))
+    return dict(zip(leaves, streamed(gradients(), leaves, order, groups)))
 
 
-def streamed(gradients: Iterator[tuple[Tensor, ...]], leaves: list[Leaf], B: int) -> list[Tensor]:
-    """The rows of leaves whose gradients come sample by sample. They are held only where groups of
-    samples need sums of their own.
+def streamed(
+    gradients: Iterator[tuple[Tensor, ...]],
+    leaves: list[Leaf],
+    order: list[int],
+    groups: Groups | None,
+) -> list[Tensor]:
+    """The rows of leaves whose gradients come sample by sample, in this ``order``: those of a group
+    of samples one after the other. None of them is kept.
     """
     totals = [torch.zeros_like(leaf.current, dtype=_acc(leaf)).flatten() for leaf in leaves]
-    held: list[list[Tensor]] = [[] for _ in leaves]
-    plans = [Plan(**flat(leaf.whole.facts(leaf.current))) for leaf in leaves]
-    for b, found in enumerate(gradients):
-        for leaf, total, own, g, plan in zip(leaves, totals, held, found, plans):
-            g = g.to(total.dtype)
-            for sums in leaf.facts.second:
-                sums.add_sample(b, g)
-            g_11P = g.reshape(1, 1, -1)
-            total += g_11P[0, 0]
-            own.append(g_11P if plan.groups else reduced(g_11P, plan, total.dtype)[1][:, :1])
+    own: list[list[Tensor]] = [[] for _ in leaves]
+    of_groups: list[list[Tensor]] = [[] for _ in leaves]
+    plans = [Plan(**flat(leaf.whole.facts(leaf.current)) | {"groups": None}) for leaf in leaves]
+    samples = zip(order, gradients)
+    for size in [len(order)] if groups is None else groups.sizes_G.tolist():
+        sums = totals if groups is None else [*map(torch.zeros_like, totals)]
+        for b, found in islice(samples, size):
+            for leaf, total, each, g, plan in zip(leaves, sums, own, found, plans):
+                g = g.to(total.dtype)
+                for second in leaf.facts.second:
+                    second.add_sample(b, g)
+                total += g.flatten()
+                each.append(reduced(g.reshape(1, 1, -1), plan, total.dtype)[1][:, :1])
+        if groups is not None:
+            for total, part, columns, plan in zip(totals, sums, of_groups, plans):
+                total += part
+                columns.append(reduced(part[None, None], plan, total.dtype)[1][:, :1])
     rows = []
-    for total, own, plan in zip(totals, held, plans):
-        if plan.groups is not None:
-            rows.append(reduced(torch.cat(own), plan, total.dtype)[1])
-            continue
+    for total, each, columns, plan in zip(totals, own, of_groups, plans):
         of_sum = reduced(total[None, None], plan, total.dtype)[1]
-        rows.append(torch.cat([*own, of_sum[:, 1:]], 1))
+        row = torch.cat([*each, of_sum[:, 1:], *columns], 1)
+        row[:, order] = row[:, : len(order)].clone()
+        rows.append(row)
     return rows
 
 

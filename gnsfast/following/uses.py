@@ -71,8 +71,10 @@ class Joining:
         if is_plain and at_BS is None and not any(joined):
             alone: tuple[Any, ...] = operator(a)
             return alone
+        metric = plan.constants_P2 is not None
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
-        serves = is_plain or ("constants_P2" in a._fields and plan.starts is None)
+        documents = plan.starts is not None
+        serves = is_plain or ("constants_P2" in a._fields and not (documents and metric))
         serves &= all(sums.serves(a) for sums in plan.second)
         if not serves or (plan.second and any(joined)):
             # What is summed over samples is summed when all are joined.

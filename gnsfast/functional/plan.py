@@ -32,7 +32,7 @@ class Plan(NamedTuple):
             belongs to a document.
         experts: the number of experts. ``starts`` is then [experts · B + 1], with the rows of each
             expert, sample by sample.
-        groups: the samples of each of G groups. Each sample is in one group.
+        groups: the samples (or documents) of each of G groups. Each sample is in one group.
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each. For Adam's v after t steps, s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.

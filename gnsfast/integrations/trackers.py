@@ -53,6 +53,11 @@ def metrics(
       other metrics and of groups, also with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches``
       and ``gns/b_simple_from_micro_batches`` are 1 where micro-batches show the noise instead of
       samples, and absent elsewhere.
+    - ``gns/clusters`` is the noise scale of samples that come in clusters, and
+      ``gns/clusters_independent`` that of samples each of a cluster of its own.
+      ``gns/clusters_correlation`` and ``gns/clusters_worth`` say how much the samples of a cluster
+      have in common, and what one more of them is worth beside one of a new cluster. All four have
+      ``_lo`` and ``_hi``.
     - ``gns/layer/<path>`` is the noise scale of a module, with ``gns/layer_lo/<path>`` and
       ``gns/layer_hi/<path>`` (no suffixes, because a path may end in ``_lo``).
     - ``gns/trace`` is tr Σ, ``gns/grad_sq`` is |G|², and ``gns/covered`` is the share of the
@@ -95,6 +100,13 @@ def metrics(
             found |= _origin(SCALES[metric], scale.noise_from)
     for name, group in result.per_group.items():
         found |= _scale(f"gns/group/{name}", group)
+    if (clusters := result.clusters) is not None:
+        found |= _scale("gns/clusters", clusters)
+        found |= _scale("gns/clusters_independent", clusters.independent)
+        for name in ("correlation", "worth"):
+            ends = zip(("", "_lo", "_hi"), getattr(clusters, name))
+            if clusters.updates:
+                found |= {f"gns/clusters_{name}{end}": value for end, value in ends}
     if per_module:
         for path, m in result.per_module.items():
             names = f"gns/layer/{path}", f"gns/layer_lo/{path}", f"gns/layer_hi/{path}"

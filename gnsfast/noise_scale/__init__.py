@@ -4,8 +4,9 @@ batch size, brute force.
 """
 
 from gnsfast.counts import percent
-from gnsfast.noise_scale import dual_norms, loss_factors, statistics
+from gnsfast.noise_scale import clusters, dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale
+from gnsfast.noise_scale.clusters import CLUSTER_NUMBERS, summarize_clusters
 from gnsfast.noise_scale.dual_norms import NUMBERS, summarize_dual
 from gnsfast.noise_scale.flag import (
     OVER,
@@ -22,6 +23,7 @@ from gnsfast.noise_scale.result import (
     NOT_MEASURED,
     OTHERS,
     AdamNoiseScale,
+    ClusterNoiseScale,
     DualNoiseScale,
     DualNormEstimate,
     Estimate,
@@ -33,6 +35,8 @@ from gnsfast.noise_scale.summaries import summarize, summarize_adam, summarize_g
 
 __all__ = [
     "AdamNoiseScale",
+    "CLUSTER_NUMBERS",
+    "ClusterNoiseScale",
     "DualNoiseScale",
     "DualNormEstimate",
     "Estimate",
@@ -48,6 +52,7 @@ __all__ = [
     "OVER",
     "brute_force_noise_scale",
     "checked_factor",
+    "clusters",
     "critical_batch_metrics",
     "dual_norms",
     "excess",
@@ -57,6 +62,7 @@ __all__ = [
     "statistics",
     "summarize",
     "summarize_adam",
+    "summarize_clusters",
     "summarize_dual",
     "summarize_group",
     "verdict_on",

@@ -81,7 +81,7 @@ def flag(
     - ``"fair"``: anything else. Nothing speaks against this batch size.
 
     Where the noise scale drifts within the window, ``result.present`` takes its place, as the
-    window's mean lags behind. The other metrics have none, and are unresolved there.
+    window's mean lags behind. The other metrics and clusters have none, and are unresolved there.
 
     Args:
         batch_size: samples of an optimizer step, over all processes.
@@ -104,7 +104,8 @@ def flag(
     value, lower, upper, metric = checked_factor(factor, metric)
     scale, now = result.under(metric), ""
     if result.drift:
-        scale, now = result.present if metric == "euclidean" else NO_ESTIMATE, "present "
+        alone = metric == "euclidean" and result.clusters is None
+        scale, now = result.present if alone else NO_ESTIMATE, "present "
     found = Interval(value * scale.noise_scale, lower * scale.lower, upper * scale.upper)
     if math.isnan(found.value):
         lags = "the noise scale drifts within the window, whose mean lags behind: a shorter window "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gnsfast.arguments import check_choice
 from gnsfast.counts import counted, percent
-from gnsfast.interval import Interval
+from gnsfast.interval import NOT_KNOWN, Interval
 
 OTHERS = {
     "adam": "under Adam's metric",
@@ -201,6 +201,75 @@ class GroupNoiseScale(ModuleNoiseScale):
 
 
 @dataclass(frozen=True)
+class ClusterNoiseScale(ModuleNoiseScale):
+    """The noise scale of samples that come in clusters, such as the rollouts of a prompt.
+
+    ``noise_scale`` is the batch, in samples that come in such clusters, in which noise and gradient
+    are equally large; ``in_clusters`` is the same in clusters. ``trace`` is their noise for each
+    sample. Samples of a cluster are not independent, so that ``NoiseScale.noise_scale``, which
+    takes them to be, is too small where they are alike. ``gnsfast.flag`` and controllers of the
+    batch size use this one.
+
+    ``independent`` is the noise scale of samples each of which is of a cluster of its own.
+    ``correlation`` is ρ, the share of a sample's noise that it has in common with another of its
+    cluster: 0 for independent samples, 1 for copies, at least -1 / (m - 1) in clusters of m.
+    ``worth`` says whether to add samples to clusters or to add clusters: a sample more in a cluster
+    lowers the noise ``worth`` times as much as a sample of a new cluster. It is (1 - ρ) / (1 + (m -
+    1) ρ), so 1 for independent samples and 0 for copies.
+
+    ``updates`` counts the updates that were used, those with at least two clusters, ``clusters``
+    and ``samples`` what was in them.
+    Source: ``gnsfast.noise_scale.clusters`` derives the estimates; Kish 1965 has the design effect.
+
+    >>> model = torch.nn.Linear(5, 2)
+    >>> gns = gnsfast.GradientNoiseScale(model)
+    >>> for x in torch.randn(8, 4, 5):
+    ...     with gns.microbatch(16, clusters=4):
+    ...         copies = x.repeat_interleave(4, 0)
+    ...         model(copies).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> found = gns.compute().clusters
+    >>> found.clusters, f"{found.correlation.value:.3f}, {abs(found.worth.value):.3f}"
+    (32, '1.000, 0.000')
+    """
+
+    independent: ModuleNoiseScale
+    correlation: Interval
+    worth: Interval
+    updates: int
+    clusters: int
+    samples: int
+
+    @property
+    def size(self) -> float:
+        """The mean number of samples in a cluster."""
+        return self.samples / self.clusters if self.clusters else math.nan
+
+    @property
+    def in_clusters(self) -> Interval:
+        """The noise scale in clusters."""
+        return self.interval.times(1 / self.size)
+
+    def __str__(self) -> str:
+        used = f"{counted(self.clusters, 'cluster')} of {self.size:.3g} samples"
+        if not self.updates:
+            return f"clusters: {super().__str__()}"
+        return (
+            f"in clusters: {super().__str__()}, {used}\n"
+            f"each of a cluster of its own: {self.independent}\n"
+            f"correlation {_three(self.correlation)} in a cluster: a sample more in each is worth "
+            f"{_three(self.worth)} of a sample of a new one"
+        )
+
+
+def _three(found: Interval) -> str:
+    """An interval that may end below zero."""
+    value, lower, upper = (f"{end:.3g}" for end in found)
+    return f"{value} (95 %: {lower} to {upper})"
+
+
+@dataclass(frozen=True)
 class NoiseScale(ModuleNoiseScale):
     """The noise scale of all covered parameters together, over the window.
 
@@ -228,6 +297,8 @@ class NoiseScale(ModuleNoiseScale):
         passes: how many such gradients, over all updates and processes.
         largest: the largest share that a sample has in the sum of squared norms of the newest
             update, where the estimator keeps the largest.
+        clusters: the noise scale of samples that come in clusters, where ``microbatch(clusters=)``
+            says so. All other fields take samples to be independent.
     """
 
     drift: bool
@@ -245,6 +316,7 @@ class NoiseScale(ModuleNoiseScale):
     noise_from: str = "samples"
     passes: int = 0
     largest: float = math.nan
+    clusters: ClusterNoiseScale | None = None
 
     @property
     def excess(self) -> tuple[float, float]:
@@ -265,13 +337,14 @@ class NoiseScale(ModuleNoiseScale):
 
     def under(self, metric: str) -> Estimate:
         """The noise scale in a metric: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``.
+        The Euclidean one is that of ``clusters`` where these are measured.
 
         Raises:
             ValueError: where the estimator does not measure it. The message says how to.
         """
         check_choice("metric", metric, METRICS)
         if metric == "euclidean":
-            return self
+            return self if self.clusters is None else self.clusters
         if metric in (others := self.others):
             return others[metric]
         optimizer = ", optimizer=optimizer" if metric == "adam" else ""
@@ -289,6 +362,8 @@ class NoiseScale(ModuleNoiseScale):
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
+        clusters = "" if self.clusters is None else f"\n{self.clusters}"
+        alone = "" if self.clusters is None else ", as if samples were independent"
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
@@ -300,7 +375,20 @@ class NoiseScale(ModuleNoiseScale):
                 f"\nfrom {self.passes:,} gradients of micro-batches, not from single samples: tr Σ "
                 f"has up to {trace:.3g} times and |G|² {grad_sqnorm:.3g} times the error"
             )
-        return f"{super().__str__()}, {used}{skipped}{drift}{units}{of}{now}{adam}{dual}{groups}"
+        return (
+            f"{super().__str__()}, {used}{skipped}{drift}{alone}{units}{of}{now}{adam}{dual}"
+            f"{groups}{clusters}"
+        )
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
+
+NO_CLUSTERS = ClusterNoiseScale(
+    **vars(NOT_MEASURED),
+    independent=NOT_MEASURED,
+    correlation=Interval(math.nan, -1.0, 1.0),
+    worth=NOT_KNOWN,
+    updates=0,
+    clusters=0,
+    samples=0,
+)

@@ -42,7 +42,7 @@ def summarize(
     Raises:
         ObservationError: where q is larger than the sum of any samples with these norms can be.
     """
-    usable, of, weights = _usable(torch.cat([p, whole_q[:, None]], 1), scalars, local, decay)
+    usable, of, weights = usable_updates(torch.cat([p, whole_q[:, None]], 1), scalars, local, decay)
     p, q, whole_q = p[usable], q[usable], whole_q[usable]
     whole = p.sum(1, keepdim=True), whole_q[:, None]
     trace, grad_sqnorm = estimates(*whole, of)
@@ -112,7 +112,7 @@ def _summarize_pair(
     pair: Tensor, scalars: Tensor, local: bool, decay: float | None
 ) -> tuple[ModuleNoiseScale, Coefficients]:
     """The noise scale from p and q [U, 2], and the coefficients of the updates that count."""
-    usable, of, weights = _usable(pair, scalars, local, decay)
+    usable, of, weights = usable_updates(pair, scalars, local, decay)
     found = NOT_MEASURED
     if len(weights):
         p, q = pair[usable].split(1, 1)
@@ -120,7 +120,7 @@ def _summarize_pair(
     return found, of
 
 
-def _usable(
+def usable_updates(
     norms: Tensor, scalars: Tensor, local: bool, decay: float | None
 ) -> tuple[Tensor, Coefficients, Tensor]:
     """Which updates, bool [U], are finite and have two samples; their coefficients and weights."""

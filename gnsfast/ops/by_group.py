@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that run on one group of samples (data domain) after the other.
+"""Operators that run on one group of samples (data domain, cluster) after the other.
 
 Each is an operator of its own, with shapes that do not tell how many samples a group has. So one
 graph of ``torch.compile`` serves all batches of B samples.
@@ -12,11 +12,12 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gnsfast.ops import operators
 from gnsfast.reference import sqnorm
-from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, empty_rows, schema
+from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, EmbeddingWgrad, empty_rows, schema
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -69,9 +70,9 @@ def refuse_capture() -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, because the CPU "
-            "reads how many samples each group has: run measured updates without a graph, or leave "
-            "out groups."
+            "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, nor can "
+            "gns.microbatch(clusters=...), because the CPU reads how many samples each has: run "
+            "measured updates without a graph, or leave groups and clusters out."
         )
 
 
@@ -80,7 +81,7 @@ def by_group(
 ) -> tuple[Tensor, ...]:
     """The results of an operator in ``BY_SAMPLE``. The probe rows [P, B + 2 + G] have columns for
     the groups' sums. The last result holds rows ``at_BS`` of the weight gradient of each sample's
-    own group, [B, S, features], and is empty without ``at_BS``.
+    own group, [B, S, features], and is empty without ``at_BS``. Documents have no ``at_BS``.
     """
     found: tuple[Tensor, ...] = _GROUPED[type(a)](*groups, at_BS, list(wanted), *a)
     return found
@@ -105,8 +106,10 @@ def _registered(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def run(
         order_B: Tensor, sizes_G: Tensor, at_BS: Tensor | None, wanted: list[bool], *fields: Any
     ) -> tuple[Tensor, ...]:
-        members = Groups(order_B, sizes_G).members()
-        return _by_group(getattr(operators, name), signature(*fields), members, wanted, at_BS)
+        operator, a, groups = getattr(operators, name), signature(*fields), Groups(order_B, sizes_G)
+        if a.starts is not None:
+            return _of_segments(operator, a, groups)
+        return _by_group(operator, a, groups.members(), wanted, at_BS)
 
     operators.library.impl(f"{name}_by_group", run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gnsfast::{name}_by_group", fake, lib=operators.library)
@@ -157,6 +160,30 @@ def _by_group(
         else:
             whole.append(_in_order(of_result, members))
     return *whole, _in_order(at_own or [like.new_empty(0, dtype=acc)], members)
+
+
+def _of_segments(
+    operator: Callable[[Any], tuple[Tensor, ...]], a: Any, groups: Groups
+) -> tuple[Tensor, ...]:
+    """Call the operator for the documents, then for the groups, as if each were one document: its
+    products are computed twice.
+    """
+    refuse_capture()
+    inputs, kinds = BY_SAMPLE[type(a)]
+    found, at = list(operator(a)), kinds.index("rows")
+    length_B = a.starts.diff()[groups.order_B]
+    ends_B = length_B.cumsum(0)
+    first_B = a.starts[:-1][groups.order_B] - ends_B + length_B
+    tokens_dim = 1 if isinstance(a, EmbeddingWgrad) else 0
+    N = a[0].shape[tokens_dim]
+    row_N = first_B.repeat_interleave(length_B, output_size=N)
+    row_N += torch.arange(N, device=row_N.device)
+    own = (t if t is None else t.index_select(tokens_dim, row_N) for t in a[:inputs])
+    ends_G = groups.sizes_G.to(ends_B.device, non_blocking=True).cumsum(0)
+    starts = F.pad(F.pad(ends_B, (1, 0))[ends_G], (1, 0)).to(a.starts.dtype)
+    of_groups = operator(type(a)(*own, *a[inputs:])._replace(starts=starts))[at]
+    found[at] = torch.cat([found[at], of_groups[:, :-2]], 1)
+    return *found, a[0].new_empty(0, dtype=accumulate_dtype(a[0].dtype))
 
 
 def _in_order(parts: list[Tensor], members: tuple[Tensor, ...]) -> Tensor:

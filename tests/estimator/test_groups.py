@@ -2,16 +2,19 @@
 """Each group of samples has the noise scale that its samples have by themselves."""
 
 import copy
+import importlib
 import io
 from typing import Any
 
 import pytest
+import test_documents as documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import spawn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 
 import gnsfast
 from gnsfast.integrations.trackers import metrics
@@ -233,6 +236,52 @@ def test_functions_whose_kernels_take_no_groups() -> None:
     result = measure(model, updates)
     assert result.per_group["web"].left_out == ()
     check(result, model, updates)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_packed_documents(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The domains of documents are those of the same documents, padded to one length."""
+    torch.manual_seed(1)
+    model, kinds = documents.Packed(tied), ["web", "code", "web", "code", "code"]
+    results, tokens = [], torch.tensor(documents.LENGTHS)
+    called: list[str] = []
+    by_group = importlib.import_module("gnsfast.ops.by_group")
+    kernel = by_group._of_segments
+
+    def counted(operator: Any, a: Any, groups: Any) -> tuple[Tensor, ...]:
+        called.append(type(a).__name__)
+        return kernel(operator, a, groups)
+
+    monkeypatch.setattr(by_group, "_of_segments", counted)
+    for packed in (True, False):
+        torch.manual_seed(2)
+        gns = gnsfast.GradientNoiseScale(model, groups=NAMES)
+        for _ in range(5):
+            ids, places, labels = documents.draw()
+            starts, T = gnsfast.cu_seqlens(places), max(documents.LENGTHS)
+            rows = [t[0].split(documents.LENGTHS) for t in (ids, places, labels)]
+            if not packed:
+                padded = [pad_sequence(row, batch_first=True) for row in rows]
+                padded[2] = pad_sequence(rows[2], batch_first=True, padding_value=-100)
+                # Padding is a document of its own, which no other token attends to.
+                outside = torch.arange(T) >= tokens[:, None]
+                ids, places, labels = padded[0], padded[1].masked_fill(outside, 0), padded[2]
+            asked = {"cu_seqlens": starts} if packed else {}
+            with gns.microbatch(5, groups=kinds, tokens=tokens, **asked):
+                loss = documents.packed_loss(model, (ids, places, labels))
+                (loss / tokens.sum()).backward()
+            gns.update()
+            model.zero_grad()
+        results.append(gns.compute())
+        assert bool(called) == packed
+        called.clear()
+    for name in NAMES[:2]:
+        ours, theirs = (result.per_group[name] for result in results)
+        assert ours.trace == pytest.approx(theirs.trace, rel=1e-4)
+        assert ours.grad_sqnorm == pytest.approx(theirs.grad_sqnorm, rel=1e-4)
+        assert ours.samples == theirs.samples
+    whole, padded_too = results
+    assert whole.noise_scale == pytest.approx(padded_too.noise_scale, rel=1e-4)
 
 
 def test_refused_passes_leave_nothing() -> None:

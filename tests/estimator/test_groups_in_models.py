@@ -112,8 +112,12 @@ def calls() -> dict[str, tuple[Any, list[bool], Tensor | None]]:
     ids_BT, at_BS = torch.randint(0, V, (4, 5)), torch.randint(0, 3, (4, 2))
     linear = LinearWgrad(x, y, True, True, False, x.dtype)
     norm = NormBackward(x, x.sin(), None, x[..., :1].abs(), x[0, 0], None, True, False)
+    starts, lists = torch.tensor([0, 3, 3, 11, 20]), (x.flatten(0, 1), y.flatten(0, 1))
+    listed = EmbeddingWgrad(x.view(1, 20, D), ids_BT.view(1, 20), V, 2, x.dtype, starts)
     return {
         "linear": (linear, [True, True], None),
+        "documents": (LinearWgrad(*lists, True, True, False, x.dtype, starts), [True, True], None),
+        "embedding of documents": (listed, [True], None),
         "tied": (linear._replace(ids_BS=at_BS), [True, True], at_BS),
         "bias alone": (linear._replace(weight=False), [False, True], None),
         "embedding": (EmbeddingWgrad(x, ids_BT, V, 2, x.dtype), [True], at_BS),
