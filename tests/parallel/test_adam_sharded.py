@@ -6,10 +6,20 @@ from typing import Any
 import pytest
 import torch
 from processes import each, spawn
-from test_dual_norms_sharded import Tied, alone, batches_of, in_one, loss_of, make, measure, shard
+from test_dual_norms_sharded import (
+    Tied,
+    alone,
+    batches_of,
+    in_one,
+    loss_of,
+    make,
+    measure,
+    mixed_precision,
+    replicated,
+    shard,
+)
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import gnsfast
 
@@ -58,22 +68,8 @@ def test_processes(ranks: int) -> None:
     spawn(each, ranks, ([sharded], *(case for case in CASES if case[0] == ranks)))
 
 
-def replicated(rank: int) -> None:
-    """HSDP: two replicas of two shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    compared(rank, batches_of(4, 1, 4), make(), shard(make(), mesh=mesh))
-
-
 def test_four_processes() -> None:
-    spawn(replicated, 4)
-
-
-def mixed_precision(rank: int) -> None:
-    """bfloat16 layers, float32 moments; one process shards over itself, for the same rounding."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
-    model = shard(make(dtype=torch.float32), mp_policy=policy)
-    compared(rank, batches_of(2, 2, 4), one, model, rel=1e-4)
+    spawn(replicated, 4, (compared,))
 
 
 def tied(rank: int) -> None:
@@ -138,5 +134,9 @@ def another_sharding(rank: int) -> None:
 
 
 def test_two_processes() -> None:
-    works = mixed_precision, tied, step_in_between, step_in_between_local, another_sharding
-    spawn(each, args=(works,))
+    spawn(several)
+
+
+def several(rank: int) -> None:
+    each(rank, [tied, step_in_between, step_in_between_local, another_sharding])
+    each(rank, [mixed_precision], (compared,))
