@@ -313,7 +313,7 @@ def _fill(wgrad: _Wgrad) -> None:
     if plain and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
-        wgrad = wgrad._replace(left_BTM=left_BTM, right_BTN=right_BTN, sqnorm_B=sqnorm_B)
+        wgrad = _Wgrad(left_BTM, right_BTN, *wgrad[2:-1], sqnorm_B)  # _replace takes a microsecond
     known = plain and (T == 1 or wgrad.sqnorm_B is not None)
     large = left_BTM.dtype == torch.float32 and B * T * M * N >= cpu_product.LARGE
     if known and large and product().name == "torch":
