@@ -8,7 +8,6 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from benchmarks.record import Record, Rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 STEP, OVER_T, OVER_B = "Whole training step", "Overhead against T", "Cost against B"
@@ -31,9 +29,24 @@ INK, FAINT, GRID, PAPER = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 DARK = {INK: "#f0f6fc", FAINT: "#9198a1", GRID: "#3d444d", PAPER: "#0d1117"}
 """The same where the page is dark."""
 FONTS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
-WIDTH, TOP, BOTTOM, ROW = 830, 46, 66, 27
-"""Pixels: a README's text on GitHub, above the axes, below them, a contestant's row."""
-TICKS = (0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+INCHES = 8.65, 4
+"""As wide as a README's text on GitHub."""
+TICKS = (0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
+STYLE = {
+    "axes.labelcolor": FAINT,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 8,
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "grid.color": GRID,
+    "hatch.linewidth": 1.2,
+    "svg.fonttype": "none",
+    "svg.hashsalt": OURS,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+}
 
 
 @dataclass(frozen=True)
@@ -86,62 +99,47 @@ def _rows(record: Record, title: str) -> Rows:
 def signature(record: Record) -> str:
     """The record's name and a hash of what is drawn of it, which the figure carries."""
     drawn = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
-    return signed(record, drawn)
-
-
-def signed(record: Record, drawn: Any) -> str:
-    """The record's name and a hash of what is drawn of it."""
     text = json.dumps(drawn, sort_keys=True, default=vars)
     return f"{record.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def draw(record: Record) -> "Figure":
     """The figure; its axes are labelled ``time``, ``memory``, ``T`` and ``B``."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     each = steps(record)
-    for title in (OVER_T, OVER_B):
-        missing = dict.fromkeys(row["contestant"] for row in _rows(record, title))
-        each += [Steps(name, "no whole step") for name in missing if name not in _names(each)]
+    named = {row["contestant"]: "" for title in (OVER_T, OVER_B) for row in _rows(record, title)}
+    each += [Steps(name, "no whole step") for name in named if name not in {o.name for o in each}]
     peers = iter(range(len(each)))
     looks = {one.name: OURS_LOOK if one.name == OURS else _look(next(peers)) for one in each}
-    height = TOP + ROW * max(len(each), 7) + BOTTOM
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "hatch.linewidth": 1.2}):
-        figure = Figure(figsize=(WIDTH / 96, height / 96), dpi=96, facecolor=PAPER)
-
-        def axes(label: str, left: int, right: int) -> "Axes":
-            inner = 1 - (TOP + BOTTOM) / height
-            place = left / WIDTH, BOTTOM / height, (right - left) / WIDTH, inner
-            ax: Axes = figure.add_axes(place, label=label, facecolor=PAPER)
-            ax.tick_params(which="both", length=0, labelcolor=FAINT, labelsize=7.5)
-            ax.spines[:].set_visible(False)
-            return ax
-
-        time, memory = axes("time", 152, 320), axes("memory", 346, 434)
-        for y, one in enumerate(each):
-            _bars(time, y, one, one.time, looks[one.name])
-            _bars(memory, y, one, one.memory, looks[one.name])
-            _name(time, y, one, looks[one.name])
-        threads = sorted({n for one in each for n in one.time})
-        paler = f", {threads[1]} (paler)" if len(threads) > 1 else ""
-        _frame(time, each)
-        _frame(memory, each)
-        _title(figure, 8, headline(each))
-        _title(figure, 152, f"time / plain, threads: {threads[0]}{paler}", small=True)
-        _title(figure, 346, "peak memory / plain", small=True)
-        for label, title, left, right in (("T", OVER_T, 484, 640), ("B", OVER_B, 688, 820)):
-            found = curves(record, title, label)
-            _lines(axes(label, left, right), found, looks, label)
-            _title(figure, left - 24, _range_of(found, label))
-            _title(figure, left - 24, _case(record, title), small=True)
-        for y, text in zip((22, 8), _small_print(record)):
-            figure.text(8 / WIDTH, y / height, text, color=FAINT, fontsize=7.2)
+    figure = Figure(figsize=INCHES, facecolor=PAPER, layout="constrained")
+    axes = figure.subplot_mosaic([["time", "memory", "T", "B"]], width_ratios=(5, 3, 5, 5))
+    for label, ax in axes.items():
+        ax.set(label=label, facecolor=PAPER)
+        ax.tick_params(which="both", length=0)
+        ax.spines[:].set_visible(False)
+    for label in ("time", "memory"):
+        _steps(axes[label], each, looks)
+    beside: dict[str, Any] = {"transform": axes["time"].get_yaxis_transform(), "clip_on": False}
+    for y, one in enumerate(each):  # the legend: a name with its curves' line and marker
+        axes["time"].plot(
+            [-0.12, -0.07, -0.02], [y] * 3, markevery=[1], **beside, **looks[one.name]
+        )
+    words = [f"{one.name}\n{one.lacks}".strip() for one in each]
+    axes["time"].set_yticks(range(len(each)), words, color=INK)
+    axes["time"].tick_params("y", pad=22)
+    threads = sorted({n for one in each for n in one.time})
+    paler = f", {threads[1]} (paler)" if len(threads) > 1 else ""
+    axes["time"].set_title(f"time / plain\nthreads: {threads[0]}{paler}")
+    axes["memory"].set_title("peak memory\n/ plain")
+    for label, title in (("T", OVER_T), ("B", OVER_B)):
+        found = curves(record, title, label)
+        _lines(axes[label], found, looks)
+        axes[label].set_title(f"{_range_of(found, label)}\n{_case(record, title)}")
+        axes[label].set_xlabel({"T": "T, tokens of a sample", "B": "B, samples"}[label])
+    figure.suptitle(headline(each), x=0.01, ha="left", fontsize=9, weight="bold")
+    figure.supxlabel("\n".join(_small_print(record)), x=0.01, ha="left", fontsize=7, color=FAINT)
     return figure
-
-
-def _names(each: list[Steps]) -> set[str]:
-    return {one.name for one in each}
 
 
 def _look(peer: int) -> dict[str, Any]:
@@ -149,126 +147,60 @@ def _look(peer: int) -> dict[str, Any]:
     return style | {"lw": 1.1, "ms": 3.4, "zorder": 3}
 
 
-def _bars(ax: "Axes", y: int, one: Steps, values: dict[int, Any], look: dict[str, Any]) -> None:
+def _steps(ax: "Axes", each: list[Steps], looks: dict[str, Any]) -> None:
     """Bars from plain's 1, one for each number of threads, hatched if norms are missing."""
-    for k, threads in enumerate(sorted(values)):
-        value = values[threads]
-        middle = value.ratio if isinstance(value, Timing) else value
-        place = y + (k - (len(values) - 1) / 2) * 0.4
-        fill: dict[str, Any] = {"color": look["color"], "alpha": 0.55 if k else 1}
-        if one.lacks:
-            fill = {"fc": "none", "ec": look["color"], "hatch": "/////", "lw": 0}
-        bar = ax.barh(place, middle - 1, 0.34, left=1, zorder=3, **fill)
-        bar.set_label(f"{one.name}, {threads}")
-        end = max(middle, 1)
-        if isinstance(value, Timing):
-            ax.plot([value.lower, value.upper], [place, place], color=INK, lw=0.9, zorder=4)
-            end = max(value.upper, 1)
-        weight = "bold" if one.name == OURS else "normal"
-        style: dict[str, Any] = {"color": INK, "fontsize": 7.5, "weight": weight}
-        style |= {"va": "center_baseline", "textcoords": "offset pixels"}
-        ax.annotate(f"{middle:.2f}", (end, place), (4, 0), **style)
-
-
-def _name(ax: "Axes", y: int, one: Steps, look: dict[str, Any]) -> None:
-    """The legend: a name at the left of the figure, with its curves' line and marker."""
-    from matplotlib.lines import Line2D
-    from matplotlib.transforms import blended_transform_factory
-
-    figure = ax.figure
-    across = blended_transform_factory(figure.transFigure, ax.transData)
-    ends = [8 / WIDTH, 15 / WIDTH, 22 / WIDTH]
-    figure.add_artist(Line2D(ends, [y] * 3, transform=across, markevery=[1], **look))
-    style: dict[str, Any] = {"transform": across, "va": "center_baseline"}
-    weight = "bold" if one.name == OURS else "normal"
-    name, _, rest = one.name.partition(", ")
-    small = ", ".join(filter(None, (rest, one.lacks)))
-    up = y - 0.2 if small else y
-    figure.text(29 / WIDTH, up, name, color=INK, fontsize=8, weight=weight, **style)
-    figure.text(29 / WIDTH, y + 0.22, small, color=FAINT, fontsize=6.8, **style)
-
-
-def _frame(ax: "Axes", each: list[Steps]) -> None:
-    """A logarithmic axis from the least to the largest, with room for the numbers."""
-    values = [v for one in each for v in getattr(one, str(ax.get_label())).values()]
-    ends = [1.0, *_ends(values)]
-    low, high = math.log(min(ends)), math.log(max(max(ends), 1.2))
-    ax.set_xscale("log")
-    ax.set_xlim(math.exp(1.1 * low), math.exp(high + 0.28 * (high - low)))
-    _ticks(ax.xaxis, ax.bbox.width)
+    ends = [1.2]
+    for y, one in enumerate(each):
+        values: dict[int, Any] = getattr(one, str(ax.get_label()))
+        color = looks[one.name]["color"]
+        for k, (threads, value) in enumerate(sorted(values.items())):
+            lower, middle, upper = _spread(value)
+            place = y + (k - (len(values) - 1) / 2) * 0.4
+            fill: dict[str, Any] = {"color": color, "alpha": 0.55 if k else 1}
+            if one.lacks:
+                fill = {"fc": "none", "ec": color, "hatch": "/////", "lw": 0}
+            bar = ax.barh(place, middle - 1, 0.34, left=1, zorder=3, **fill)
+            bar.set_label(f"{one.name}, {threads}")
+            ax.plot([lower, upper], [place, place], color=INK, lw=0.9, zorder=4)
+            weight = "bold" if one.name == OURS else "normal"
+            style: dict[str, Any] = {"va": "center_baseline", "textcoords": "offset points"}
+            ax.annotate(f"{middle:.2f}", (max(upper, 1), place), (3, 0), weight=weight, **style)
+            ends += [lower, upper]
+    ax.set(xscale="log", xlim=(0.97 * min(1, *ends), max(ends) ** 1.3), yticks=[])
     ax.set_ylim(len(each) - 0.5, -0.5)
-    ax.set_yticks([])
-    ax.axvline(1, color=FAINT, linewidth=1, zorder=2, clip_on=False)
+    ax.axvline(1, color=FAINT, lw=1, zorder=2)
+    ax.set_xticks([1], ["1"])
+    ax.set_xticks([], minor=True)
 
 
-def _ends(values: Iterable[Timing | float]) -> list[float]:
-    """The quartiles of ratios, or numbers without them."""
-    pairs = ((v.lower, v.upper) if isinstance(v, Timing) else (v,) for v in values)
-    return [end for pair in pairs for end in pair]
+def _spread(value: Timing | float) -> tuple[float, float, float]:
+    """Quartiles and median; a number without them is all three."""
+    return (value.lower, value.ratio, value.upper) if isinstance(value, Timing) else (value,) * 3
 
 
-def _lines(
-    ax: "Axes", found: dict[str, list[tuple[int, Timing]]], looks: dict[str, Any], over: str
-) -> None:
-    """Medians with quartiles. The axis is stretched around 1: half of it lies below 1.5."""
-    ends = _ends(t for points in found.values() for _, t in points)
-    low, high = _stretch(min(1.0, *ends)), _stretch(max(1.2, *ends))
-    limits = _unstretch(low - 0.1), _unstretch(high + 0.1)
-    ax.set_ylim(limits)
-    ax.set_yscale("function", functions=(_stretch, _unstretch))
+def _lines(ax: "Axes", found: dict[str, list[tuple[int, Timing]]], looks: dict[str, Any]) -> None:
+    """Medians with quartiles."""
     ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
     for name, points in found.items():
         x, middle = [p[0] for p in points], [p[1].ratio for p in points]
         down = [t.ratio - t.lower for _, t in points]
         up = [t.upper - t.ratio for _, t in points]
         ax.errorbar(x, middle, (down, up), elinewidth=0.8, label=name, **looks[name])
-    ax.set_ylim(limits)
     places = sorted({p[0] for points in found.values() for p in points})
     shown = places[:: math.ceil(len(places) / 6)]
     ax.set_xticks(shown, [_power(x) for x in shown])
     ax.set_xticks([], minor=True)
-    _ticks(ax.yaxis, ax.bbox.height)
-    ax.grid(color=GRID, linewidth=0.7)
-    ax.axhline(1, color=FAINT, linewidth=1, zorder=2)
-    label = {"T": "T, tokens of a sample", "B": "B, samples"}[over]
-    ax.set_xlabel(label, color=FAINT, fontsize=7.5)
-
-
-def _stretch(ratio: Any) -> Any:
-    import numpy as np
-
-    above_0 = np.maximum(ratio, 0.01)  # matplotlib asks for 0 where it lays out labels
-    return np.arcsinh(np.log(above_0) / 0.1)
-
-
-def _unstretch(place: Any) -> Any:
-    import numpy as np
-
-    return np.exp(0.1 * np.sinh(place))
-
-
-def _ticks(axis: "Axis", pixels: float) -> None:
-    """Those of ``TICKS`` that are 16 pixels or more from the ones before; 1 is always there."""
-    transform, (low, high) = axis.get_transform(), sorted(axis.get_view_interval())
-    place = {t: float(transform.transform(t)) for t in (*TICKS, low, high)}
-    near = 16 / pixels * (place[high] - place[low])
-    ticks: list[float] = []
-    for t in sorted(TICKS, key=lambda t: (t != 1, TICKS.index(t))):
-        if low <= t <= high and all(abs(place[t] - place[other]) >= near for other in ticks):
-            ticks.append(t)
-    axis.set_ticks(ticks, [f"{t:g}" for t in ticks])
-    axis.set_ticks([], minor=True)
+    low, high = ax.get_ylim()
+    ticks = [t for t in TICKS if low <= t <= high]
+    ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    ax.set_yticks([], minor=True)
+    ax.grid(linewidth=0.7)
+    ax.axhline(1, color=FAINT, lw=1, zorder=2)
 
 
 def _power(x: int) -> str:
     return f"{x // 1024}k" if x >= 1024 and x % 1024 == 0 else str(x)
-
-
-def _title(figure: "Figure", x: int, text: str, small: bool = False) -> None:
-    style: dict[str, Any] = {"color": INK, "fontsize": 9, "weight": "bold"}
-    if small:
-        style = {"color": FAINT, "fontsize": 7.5}
-    figure.text(x / WIDTH, 1 - (34 if small else 16) / figure.bbox.height, text, **style)
 
 
 def headline(each: list[Steps]) -> str:
@@ -305,24 +237,20 @@ def _small_print(record: Record) -> list[str]:
     return [
         "Medians of ratios to plain torch in the same interleaved rounds; lines: quartiles. "
         "Hatched: norms not of every sample, or not of all parameters.",
-        f"Record {record.name}: {', '.join(where)}. The curves' axes are stretched about 1.",
+        f"Record {record.name}: {', '.join(where)}.",
     ]
 
 
 def svg(record: Record) -> str:
-    """The same text for the same record."""
-    return rendered(lambda: draw(record), "Cost beside plain torch", signature(record))
-
-
-def rendered(draw: "Callable[[], Figure]", title: str, identifier: str) -> str:
-    """A figure as SVG: no date, no random names. Dark on dark pages."""
+    """As SVG, the same text for the same record: no date, no random names. Dark on dark pages."""
     import matplotlib
 
-    metadata = {"Date": None, "Creator": None, "Title": title, "Identifier": identifier}
+    metadata = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
+    metadata["Identifier"] = signature(record)
     with matplotlib.rc_context(), io.StringIO() as file:
         matplotlib.rcdefaults()  # whatever the user's own settings are
-        matplotlib.rcParams.update({"svg.hashsalt": OURS, "svg.fonttype": "none"})
-        draw().savefig(file, format="svg", metadata=metadata)
+        matplotlib.rcParams.update(STYLE)
+        draw(record).savefig(file, format="svg", metadata=metadata)
         text = file.getvalue()
     dark = "".join(
         f"[style*='{kind}: {light}']{{{kind}:{shade}!important}}"

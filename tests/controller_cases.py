@@ -93,12 +93,9 @@ class Lines:
 UNKNOWN = noise(0.0, math.nan, math.inf)
 
 
-def feed(
-    controller: BatchSizeController, scales: Iterable[NoiseScale], start: int | None = None
-) -> list[Decision]:
+def feed(controller: BatchSizeController, scales: Iterable[NoiseScale]) -> list[Decision]:
     """One check after another; the decisions that came of them."""
-    tokens = controller.tokens if start is None else start
-    found = []
+    tokens, found = controller.tokens, []
     for scale in scales:
         tokens += CHECK
         if (decision := controller.update(tokens, scale)) is not None:

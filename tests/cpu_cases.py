@@ -35,12 +35,50 @@ def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
     assert row[B + 1] == 1 and len(row) == B + 2
 
 
-def assert_metric_rows(a: LinearWgrad, dw: Tensor, db: Tensor, rows: Tensor) -> None:
+def assert_agrees(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel computes, which is what single samples give: dW, db and the probe rows."""
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
+        assert_row(row, total, g_BN)
+    return dw, db, rows
+
+
+def assert_segments(
+    experts: int, dtype: torch.dtype, index: torch.dtype = torch.int64
+) -> tuple[LinearWgrad, Tensor]:
+    """Of no rows, of one, of more than a chunk; rows before the first and after the last. What was
+    asked for, and dW.
+    """
+    starts = [4, 4, 5, 30, 1500] + [1500, 1510, 1540, 1540] * (experts > 0)
+    starts += [1600] * (4 * experts + 1 - len(starts))
+    a = linear(torch.randn(1700, 40).to(dtype), torch.randn(1700, 20).to(dtype))
+    a = a._replace(starts=torch.tensor(starts, dtype=index), experts=experts)
+    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples, segments=len(starts) - 1)
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    E, B = max(experts, 1), a.samples
+    spans = [slice(*span) for span in zip(starts, starts[1:])]
+    x, dy = a.x_BTI.double(), a.dy_BTO.double()
+    grads = torch.stack([dy[span].T @ x[span] for span in spans]).unflatten(0, (E, B))
+    sums = torch.stack([dy[span].sum(0) for span in spans]).unflatten(0, (E, B))
+    for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
+        assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
+    return a, dw
+
+
+def with_metric(a: LinearWgrad, v_dtype: torch.dtype = torch.float32) -> LinearWgrad:
+    I, O = a.x_BTI.shape[2], a.dy_BTO.shape[2]
+    moments = [torch.rand((I, O) if a.transposed else (O, I)), torch.rand(O)]
+    constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
+    return a._replace(moments=[v.to(v_dtype) for v in moments], constants_P2=constants_P2)
+
+
+def assert_metric_rows(a: LinearWgrad) -> Tensor:
     """The rows of dW and db, and those under the metric of ``a``: Σ P g², P = 1 / (√v s + eps)."""
     assert a.constants_P2 is not None
+    dw, db, rows = assert_agrees(a)
     for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
-        assert_row(rows[k], total, g_BN)
         s, eps = a.constants_P2[k].tolist()
         p = 1 / (a.moments[k].double().sqrt() * s + eps)
         want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
         torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)
+    return rows

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from oracle import sample_of, widened
 from torch import Tensor, nn
@@ -142,3 +143,16 @@ def upper_bound(numbers: Numbers) -> float:
     if m.grad_sqnorm > RESOLUTION * whole**2 and statistics.fieller_interval(m)[1] < math.inf:
         return min(whole, m.grad_sqnorm**0.5)
     return whole
+
+
+def assert_numbers(found: Any, numbers: dict[str, Numbers], rel: float, unit: int = 1) -> None:
+    """A result is that of its parameters' numbers, each from ``unit`` samples, whose variance is
+    so many times smaller than that of one.
+    """
+    whole = sum(numbers.values())
+    assert isinstance(whole, Tensor)
+    noise, aligned, *_ = whole.mean(0).tolist()
+    assert found.noise == pytest.approx(math.sqrt(unit) * noise, rel=rel)
+    assert found.grad_norm_lower == pytest.approx(aligned, rel=rel)
+    assert found.grad_norm_upper == pytest.approx(upper_bound(whole), rel=rel)
+    assert found.noise_scale == pytest.approx(unit * noise_scale(whole), rel=rel)

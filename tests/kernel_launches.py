@@ -49,6 +49,21 @@ def launched(call: Callable[[], Any]) -> list[str]:
     return names
 
 
+def count_launches(call: Callable[[], Any]) -> int:
+    """How many kernels a call launches, torch's and Triton's, which do nothing here. Views and
+    ``empty`` are none.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    from benchmarks.budgets.launches import Launches
+
+    torch.use_deterministic_algorithms(False)  # which fills what is empty
+    with pytest.MonkeyPatch.context() as patch, Launches() as found:
+        patch.setattr(GridExecutor, "__call__", lambda *args, **kw: found.triton(1, 1, 1))
+        call()
+    return found.counts.total()
+
+
 @contextmanager
 def shuffled_programs(seed: int) -> Iterator[None]:
     """Triton's interpreter runs the programs of every launch in another order."""

@@ -27,16 +27,14 @@ def assert_as_loop(
     *,
     twin: nn.Module | None = None,
     run: Any = None,
-    batch_dim: int = 0,
-    rtol: float = 1e-5,
 ) -> None:
     """The norms of a backward pass are those of the loop, which takes ``twin``, or the model; the
     pass calls ``run``, or the model.
     """
-    loop = loop_sqnorms(model if twin is None else twin, loss, batch, B, batch_dim=batch_dim)
+    loop = loop_sqnorms(model if twin is None else twin, loss, batch, B)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         loss(model if run is None else run, batch).backward()
-    assert_norms(norms, loop, rtol)
+    assert_norms(norms, loop)
 
 
 def plain(layer: nn.Module) -> nn.Module:

@@ -2,8 +2,10 @@
 """A small model with a noise scale, and data for it."""
 
 import itertools
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,3 +59,20 @@ def every_draw(
         gns.update()
         model.zero_grad()
     return counts.double()
+
+
+def check(found: Any, truth: tuple[float, float], rtol: float = 1e-5) -> None:
+    """tr Σ, |G|² and the noise scale are those of ``truth``, tr Σ and |G|²."""
+    assert found.trace == pytest.approx(truth[0], rel=rtol)
+    assert found.grad_sqnorm == pytest.approx(truth[1], rel=rtol)
+    ratio = truth[0] / truth[1] if truth[1] > 0 else math.inf
+    assert found.noise_scale == pytest.approx(ratio, rel=rtol)
+
+
+def assert_same(ours: Any, theirs: Any, rel: float) -> None:
+    """All numbers of two results of one kind."""
+    assert ours.updates == theirs.updates > 3
+    of_dual_norms = "noise", "grad_norm_lower", "grad_norm_upper"
+    for name in ("trace", "grad_sqnorm", *of_dual_norms, "noise_scale", "lower", "upper"):
+        if hasattr(theirs, name):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=rel), name

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that call a module several times in one pass."""
+"""Models that call a module several times in one pass, and the check of a pass."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers as hf
+from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
+
+import gnsfast
 
 B, T, D, V = 4, 6, 8, 11
 
@@ -14,6 +18,33 @@ B, T, D, V = 4, 6, 8, 11
 def square(model: nn.Module, batch: Any) -> Tensor:
     outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
     return outputs.square().sum()
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    rtol: float = 1e-5,
+    **options: Any,
+) -> gnsfast.SampleNorms:
+    """Loss and gradients are those of plain torch, norms those of the float64 loop."""
+    samples = options.pop("samples", B)
+    plain = copy.deepcopy(model)
+    want = loss(plain, batch)
+    want.backward()
+    with gnsfast.per_sample_sqnorms(model, samples, audit="always") as norms:
+        value = loss(model, batch)
+        value.backward()
+    torch.testing.assert_close(value, want)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert p.grad is not None and p.grad.dtype == p.dtype
+            close = dict(rtol=1e-4, atol=1e-5 * q.grad.abs().max().item() + 1e-7)
+            torch.testing.assert_close(p.grad, q.grad, **close)
+    loop = loop_sqnorms(plain, loss, batch, samples, batch_dim=options.get("batch_dim", 0))
+    assert_norms(norms, {n: loop[n] for n in norms}, rtol)
+    return norms
 
 
 class Again(nn.Module):
@@ -86,6 +117,8 @@ class Chunked(nn.Module):
 
 
 def albert(**options: Any) -> nn.Module:
+    import transformers as hf
+
     config = hf.AlbertConfig(
         vocab_size=23,
         embedding_size=8,

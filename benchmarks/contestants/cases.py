@@ -162,9 +162,9 @@ def attention_block(most: int | None = None) -> Problem:
     return layer_problem("GPT-2 block 768", Block(768, 12), x, (768,))
 
 
-def small_gpt(model: type[GPT] = GPT, most: int | None = None) -> Problem:
+def small_gpt(model: type[GPT] = GPT) -> Problem:
     torch.manual_seed(0)
-    batch = tuple(t[:most].contiguous() for t in gpt_batch(model))
+    batch = gpt_batch(model)
     return Problem("small GPT", model.T, model(), gpt_loss, batch)
 
 

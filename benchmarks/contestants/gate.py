@@ -217,7 +217,7 @@ def spots(B: int) -> list[int]:
     return sorted({0, B // 2, B - 1})
 
 
-def wrong_at_full_size(session: Session, truth: Truth, tolerance: float = TOLERANCE) -> str:
+def wrong_at_full_size(session: Session, truth: Truth) -> str:
     """What is wrong with the norms of a whole batch, empty if nothing: the gate saw only a few of
     its samples. ``truth`` is that of its ``spots``. The pass leaves nothing behind.
     """
@@ -227,7 +227,7 @@ def wrong_at_full_size(session: Session, truth: Truth, tolerance: float = TOLERA
     for name, want_B in truth.sqnorms.items():
         if name in sqnorms:
             error = relative_error(sqnorms[name][some], want_B, total_B)
-            if error > tolerance:
+            if error > TOLERANCE:
                 return f"{name}: at B = {session.B} a squared norm is off by {error:.1e}"
     session.clear()
     return ""

@@ -49,9 +49,6 @@ HALF = 2e-2
 CPU the loop of single samples is off by 5e-3 too, Opacus's ghost norms by 1.1e-2.
 """
 
-ROOM = 0.8
-"""Of the device's memory, for one contestant: others keep theirs while it is timed."""
-
 
 def session_on(backend: str) -> type[Gnsfast]:
     class OnBackend(Gnsfast):
@@ -187,8 +184,10 @@ def timed(
     rows: Rows = []
     warm_up(device)
     for contestant in right:
-        B, failed = largest(contestant, problem)
         about = {"layer": problem.layer, "T": problem.T}
+        B, failed = problem.B, ""
+        if contestant.serial and B > SERIAL:
+            B, failed = 0, f"{B} passes of one sample each: not timed"
         while B:
             try:
                 beside = beside_plain(first(problem, B), contestant, rounds, device, seconds_of)
@@ -197,6 +196,8 @@ def timed(
             except torch.OutOfMemoryError as error:
                 failed = failed or f"out of memory: {first_line(error)}"
                 B //= 2
+            except Exception as error:  # a package may refuse a model in any way
+                B, failed = 0, raised(error)
             finally:
                 release(device)
         if failed:
@@ -208,36 +209,6 @@ def first(problem: Problem, B: int) -> Problem:
     """The first B samples; their batch is a leaf again."""
     batch = tuple(t[:B].detach().requires_grad_(t.requires_grad) for t in problem.batch)
     return replace(problem, batch=batch)
-
-
-def largest(contestant: Contestant, problem: Problem) -> tuple[int, str]:
-    """The batch, halved until a pass fits (0: none does), and why the whole one did not fit."""
-    failed, B = "", problem.B
-    if contestant.serial and B > SERIAL:
-        return 0, f"{B} passes of one sample each: not timed"
-    device = problem.batch[0].device.type
-    while B:
-        try:
-            limit(device, ROOM)
-            session = first(problem, B).prepare(contestant)
-            session.run()
-        except torch.OutOfMemoryError as error:
-            failed = failed or f"out of memory: {first_line(error)}"
-        except Exception as error:  # a package may refuse a model in any way: its words are kept
-            return 0, raised(error)
-        else:
-            return B, failed
-        finally:
-            session = None
-            limit(device, 1.0)
-            release(device)
-        B //= 2
-    return 0, failed
-
-
-def limit(device: str, share: float) -> None:
-    if device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def beside_plain(

@@ -87,8 +87,8 @@ class Job:
         packed while it runs. After ``seconds`` its process group is killed; at its end, whatever it
         left behind.
         """
-        with none_left(self.say):
-            status = self._run_group(command, seconds, environment)
+        with none_left(self.say) as stage:
+            status = self._run_group(command, seconds, environment | stage)
         self.show()
         self.pack()
         return status

@@ -8,12 +8,15 @@ import ctypes
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-PDEATHSIG, CHILD_SUBREAPER = 1, 36
+PDEATHSIG = 1
 """Of prctl(2)."""
+STAGE = "GPU_MACHINE_STAGE"
+"""The variable by which a stage's processes are known: each has it from the one that started it."""
 SECONDS = 5
 """That killed processes may take to end: one inside of the driver may take forever."""
 
@@ -26,48 +29,35 @@ def following() -> Callable[[], object]:
 
 
 @contextlib.contextmanager
-def none_left(say: Callable[[str], None]) -> Iterator[None]:
-    """At the end kill every process that was started meanwhile, in any group: ninja gives each
-    compiler a group of its own. Orphans become this process's children.
+def none_left(say: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """The variables of a stage's processes. At the end kill those that are left, in any group:
+    ninja gives each compiler a group of its own.
     """
-    before = descendants()
-    prctl = ctypes.CDLL(None).prctl
-    prctl(CHILD_SUBREAPER, 1)
+    stage = {STAGE: uuid.uuid4().hex}
     try:
-        yield
+        yield stage
     finally:
         end, reported = time.monotonic() + SECONDS, set[int]()
-        while (left := descendants() - before) and time.monotonic() < end:
+        while (left := of_stage(stage)) and time.monotonic() < end:
             for process in left:
-                if not ended(process):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                    if process not in reported:
-                        say(f"stopped: process {process}, which its stage left behind")
-                    reported.add(process)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            for process in left - reported:
+                say(f"stopped: process {process}, which its stage left behind")
+            reported |= left
             time.sleep(0.01)
         if left:
             say(f"processes that a kill does not end: {sorted(left)}")
-        prctl(CHILD_SUBREAPER, 0)
 
 
-def ended(child: int) -> bool:
-    """Whether it has ended. An orphan stays in /proc until this asks; nobody else does."""
-    try:
-        return os.waitpid(child, os.WNOHANG)[0] == child
-    except ChildProcessError:  # another process's
-        return False
-
-
-def descendants() -> set[int]:
-    """This process's children, their children and so on."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, new = set[int](), [os.getpid()]
-    while new:
-        new = [child for process in new for child in children.get(process, [])]
-        found.update(new)
+def of_stage(stage: dict[str, str]) -> set[int]:
+    """The processes with these variables. One that has ended and that nobody has asked for has
+    none.
+    """
+    marks = {f"{name}={value}".encode() for name, value in stage.items()}
+    found = set[int]()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            if marks & set(path.read_bytes().split(b"\0")):
+                found.add(int(path.parent.name))
     return found

@@ -21,11 +21,10 @@ from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
     CriticalBatch,
     TorchRun,
-    averaged,
     measure_critical_batch,
     pooled_factor,
 )
-from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
+from gnsfast.critical_batch.control import BatchSizeController, cosine
 from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 SMALL, LARGE = 8, 64
@@ -37,8 +36,6 @@ POINTS = (0.05, 0.25, 0.6)
 GRID = (0.25, 0.5, 1, 2, 4, 8, 16)
 DELTA = 128
 """A branch trains the tokens of this many steps of the small batch."""
-DATA_SEEDS = (11, 12)
-"""Of the data on which measurements are repeated; the run's own is 0."""
 LOG_EVERY = 20
 """Steps of the small batch between two lines of a log."""
 
@@ -65,31 +62,15 @@ class Demo(Training):
         for point in POINTS:
             while run.tokens < point * self.tokens:
                 run.step()
-            found.append(self._measured(run, f"branches-{point:g}"))
-        return found
-
-    def repeats(self) -> list[list[CriticalBatch]]:
-        """At each of ``POINTS`` the existing measurement, and new ones on other data."""
-        found = []
-        for point in POINTS:
-            first = self.folder / f"branches-{point:g}"
-            found.append([CriticalBatch.load(first)])
-            for seed in DATA_SEEDS:
-                run = self.run(0, SMALL, self.rate)
-                run.restore(first / "checkpoint")
-                run.stream = SampleStream(self.windows, seed=seed)
-                found[-1].append(self._measured(run, f"branches-{point:g}-data-{seed}"))
-        return found
-
-    def _measured(self, run: TorchRun, name: str) -> CriticalBatch:
-        found = measure_critical_batch(
-            run,
-            folder=self.folder / name,
-            k=GRID,
-            delta_tokens=DELTA * self.small_tokens,
-            loss="evaluate",
-        )
-        print(found, flush=True)
+            measured = measure_critical_batch(
+                run,
+                folder=self.folder / f"branches-{point:g}",
+                k=GRID,
+                delta_tokens=DELTA * self.small_tokens,
+                loss="evaluate",
+            )
+            print(measured, flush=True)
+            found.append(measured)
         return found
 
     def fixed(self, name: str, seed: int, batch_size: int) -> dict[str, Any]:
@@ -171,25 +152,6 @@ def batch_size(steps: int, seeds: int, folder: Path) -> Tables:
     }
 
 
-def repeats(steps: int, folder: Path) -> Tables:
-    """Tables of the measurements of ``batch_size``, repeated on other data."""
-    means = []
-    sizes = []
-    for each in Demo(steps, folder).repeats():
-        mean = averaged(each)
-        tokens = {"tokens": f"{mean.tokens:,}"}
-        single = (f"{m.lower:g} to {m.upper:g}{' (doubts)' if m.doubts else ''}" for m in each)
-        size = {f"data {seed}": span for seed, span in zip((0, *DATA_SEEDS), single)}
-        of_mean = f"{mean.lower:g} to {mean.upper:g}"
-        sizes.append({**tokens, **size, "mean losses": of_mean, "doubts": "; ".join(mean.doubts)})
-        losses = {f"k = {b.k:g}": f"{b.loss:.4f} ± {b.loss_std:.4f}" for b in mean.branches}
-        means.append({**tokens, **losses})
-    return {
-        "Critical batch size, samples, from several seeds of the data": sizes,
-        "Mean evaluation losses of branches ± standard error": means,
-    }
-
-
 def _points(measured: list[CriticalBatch]) -> Rows:
     rows = []
     for m in measured:
@@ -225,18 +187,12 @@ def _mean(name: str, rows: Rows) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of the small batch")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", choices=("runs", "repeats"), nargs="+", default=("runs",))
     parser.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
     record.add_argument(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    for part in options.only:
-        command = f"python -m benchmarks batch-size --only {part} --steps {options.steps}"
-        if part == "runs":
-            name, command = "cpu-batch-size", f"{command} --seeds {options.seeds}"
-            tables = batch_size(options.steps, options.seeds, options.runs)
-        else:
-            name, tables = "cpu-batch-size-repeats", repeats(options.steps, options.runs)
-        record.publish(name, command, tables, options.record)
+    command = f"python -m benchmarks batch-size --steps {options.steps} --seeds {options.seeds}"
+    tables = batch_size(options.steps, options.seeds, options.runs)
+    record.publish("cpu-batch-size", command, tables, options.record)

@@ -24,7 +24,7 @@ from torch import nn
 import gnsfast
 from benchmarks import record
 from benchmarks.record import Rows, Tables
-from benchmarks.studies import geometry_figure, geometry_tables
+from benchmarks.studies import geometry_tables
 from benchmarks.studies.geometry_tables import Point, geometric_mean, logs
 from benchmarks.studies.training import Training, cached, spread, train
 from gnsfast.cli import tiny_gpt
@@ -387,14 +387,10 @@ def run(options: argparse.Namespace) -> None:
         study = Study(options.controlled_width, options.runs)
         tables |= controlled_tables(study, options.controlled, found)
     tables["Learning rates: evaluation loss after 500 steps"] = swept
-    record.show(tables)
-    if options.record:
-        words = ["--width", *options.width, "--seeds", options.seeds]
-        words += ["--controlled", *options.controlled]
-        words += ["--controlled-width", options.controlled_width] if options.controlled else []
-        words += ["--finished"] if options.finished else []
-        words += [] if options.only == [*OPTIMIZERS] else ["--only", *options.only]
-        command = " ".join(map(str, ["python -m benchmarks geometry", *words]))
-        written = record.write("cpu-geometry", command, tables, options.record)
-        drawn = geometry_figure.write(record.read(written.with_suffix(".json")))
-        print(f"\nwritten: {written}, {drawn}")
+    words = ["--width", *options.width, "--seeds", options.seeds]
+    words += ["--controlled", *options.controlled]
+    words += ["--controlled-width", options.controlled_width] if options.controlled else []
+    words += ["--finished"] if options.finished else []
+    words += [] if options.only == [*OPTIMIZERS] else ["--only", *options.only]
+    command = " ".join(map(str, ["python -m benchmarks geometry", *words]))
+    record.publish("cpu-geometry", command, tables, options.record)

@@ -10,7 +10,7 @@
 - ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
 """
 
-from gnsfast.critical_batch import laws
+from gnsfast.critical_batch import exports, laws
 from gnsfast.critical_batch.branches import (
     Branch,
     BranchRun,
@@ -30,16 +30,11 @@ from gnsfast.critical_batch.control import (
     ScheduledBatchSize,
     token_schedules,
 )
+from gnsfast.critical_batch.costs import Cost, trade_off
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
-from gnsfast.critical_batch.laws import (
-    BatchSizeSchedule,
-    Cost,
-    PowerLaw,
-    exports,
-    fit_power_law,
-    trade_off,
-)
+from gnsfast.critical_batch.fits import PowerLaw, fit_power_law
 from gnsfast.critical_batch.rules import RULES, Rule, Rules
+from gnsfast.critical_batch.schedule import BatchSizeSchedule
 
 __all__ = [
     "BatchSizeController",

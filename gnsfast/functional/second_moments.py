@@ -33,7 +33,9 @@ class Sums:
     """Sums to which the backward pass adds."""
 
     feature: str
-    sums: Callable[[], Sequence[Any]]
+
+    def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
+        self.sums = sums
 
     @classmethod
     def merged(cls, each: Sequence[Any]) -> Any:
@@ -63,9 +65,6 @@ class Squares(Sums):
     """Adds Σ_b g_b² of a module's parameters to ``sums()``, tensors of their shapes, in order."""
 
     feature = SIGN
-
-    def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
-        self.sums = sums
 
     @classmethod
     def merged(cls, each: Sequence[Any]) -> "Squares":
@@ -105,9 +104,6 @@ class Grams(Sums):
 
     feature = SPECTRAL
 
-    def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
-        self.sums = sums
-
     @classmethod
     def merged(cls, each: Sequence[Any]) -> "Grams":
         return cls(lambda: [total for total in _sums_of(each) if total is not None])
@@ -133,7 +129,8 @@ class Halves(Sums):
     """
 
     def __init__(self, sums: Callable[[], Sequence[Any]], first: int, feature: str) -> None:
-        self.sums, self.first, self.feature = sums, first, feature
+        super().__init__(sums)
+        self.first, self.feature = first, feature
 
     @classmethod
     def merged(cls, each: Sequence[Any]) -> "Halves":

@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,11 +82,12 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
     rows = _empty(x, (1 + metric) * (1 + a.bias), a.samples + 2)
+    metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(len(a.moments))]
+    wgrad = _Wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
     if a.starts is None:
-        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(len(a.moments))]
-        _wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
+        _fill(wgrad)
     else:
-        _segments_wgrad(left, right, dw, db if a.bias else None, rows, a)
+        _segments_wgrad(wgrad, a)
     return _as(dw, a.dtype), _as(db, a.dtype), rows, reference.linked_rows(a)
 
 
@@ -105,7 +106,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
         own = slice(end, end := end + dy.shape[2])
         if x.dtype == torch.float16:
             x, dy = x.float(), dy.float()
-        _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
+        _fill(_Wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts]))
     return _as(dw, a.dtype), _as(db, a.dtype), rows
 
 
@@ -243,6 +244,23 @@ TILE = {
 CALLS, CACHED = 1 << 19, 1 << 20
 
 
+class _Wgrad(NamedTuple):
+    """The operands of a weight gradient dW = Σ_b left_bᵀ right_b, and what is filled: dW, db, which
+    is the sum of one side's rows, and the probe rows of both. With ``starts`` B is 1, and the
+    samples are segments of T rows. ``sqnorm_B`` are norms that are known already.
+    """
+
+    left_BTM: Tensor
+    right_BTN: Tensor
+    dw_MN: Tensor
+    db: Tensor | None
+    rows: Tensor
+    bias_of_right: bool = False
+    metrics: Sequence[Metric | None] = ()
+    starts: Tensor | None = None
+    sqnorm_B: Tensor | None = None
+
+
 def _gram_sqnorms(kernel: str, left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
     """[B]: short samples' squared norms in float64, by the products of each sample's tokens."""
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
@@ -264,76 +282,52 @@ def _gram_sqnorms(kernel: str, left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
     if cancelled_B.any():
         left, right = left_BTM[cancelled_B], right_BTN[cancelled_B]
         dw_MN, rows = _empty(left, M, N), _empty(left, 1, len(left) + 2)
-        _tiles(kernel, left, right, dw_MN, None, rows)
+        _tiles(kernel, _Wgrad(left, right, dw_MN, None, rows))
         sqnorm_B[cancelled_B] = rows[0, :-2].double()
     return sqnorm_B
 
 
-def _segments_wgrad(
-    left_RM: Tensor, right_RN: Tensor, dw: Tensor, db: Tensor | None, rows: Tensor, a: LinearWgrad
-) -> None:
-    """Fill dW, db and their rows where samples are segments of a list of R rows. The rows of
-    several experts add up.
-    """
+def _segments_wgrad(wgrad: _Wgrad, a: LinearWgrad) -> None:
+    """Fill them where samples are segments of a list. The probe rows of experts add up."""
     assert a.starts is not None
     E, B = max(a.experts, 1), a.samples
     starts = a.starts.to(torch.int64).contiguous()
-    rows_EPB = rows.new_empty((E, *rows.shape))
+    rows_EPB = wgrad.rows.new_empty((E, *wgrad.rows.shape))
+    own = wgrad._replace(left_BTM=wgrad.left_BTM[None], right_BTN=wgrad.right_BTN[None])
     for e in range(E):
-        _wgrad(
-            left_RM[None],
-            right_RN[None],
-            dw[e] if a.experts else dw,
-            db[e] if a.experts and db is not None else db,
-            rows_EPB[e],
-            a.transposed,
-            starts=starts[e * B : (e + 1) * B + 1],
-        )
-    rows.copy_(rows_EPB.sum(0, dtype=torch.float64))
-    rows[:, -1] = 1.0
+        own = own._replace(rows=rows_EPB[e], starts=starts[e * B : (e + 1) * B + 1])
+        if a.experts:
+            db = None if wgrad.db is None else wgrad.db[e]
+            own = own._replace(dw_MN=wgrad.dw_MN[e], db=db)
+        _fill(own)
+    wgrad.rows.copy_(rows_EPB.sum(0, dtype=torch.float64))
+    wgrad.rows[:, -1] = 1.0
 
 
-def _wgrad(
-    left_BTM: Tensor,
-    right_BTN: Tensor,
-    dw_MN: Tensor,
-    db: Tensor | None,
-    rows: Tensor,
-    bias_of_right: bool = False,
-    metrics: Sequence[Metric | None] = (),
-    starts: Tensor | None = None,
-) -> None:
-    """Fill dW = Σ_b left_bᵀ right_b, db, the sum of one side's rows, and the probe rows of both.
-    With ``starts`` B is 1, and the samples are segments of T rows.
-    """
+def _fill(wgrad: _Wgrad) -> None:
+    """Fill them by the way that is fastest for the shape."""
+    left_BTM, right_BTN = wgrad.left_BTM, wgrad.right_BTN
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
-    kernel, sqnorm_B = of_linear(left_BTM.dtype), None
-    plain = starts is None and not metrics
+    kernel = of_linear(left_BTM.dtype)
+    plain = wgrad.starts is None and not wgrad.metrics
     if plain and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
-    short = plain and (T == 1 or sqnorm_B is not None) and left_BTM.dtype == torch.float32
-    if short and B * T * M * N >= cpu_product.LARGE and product().name == "torch":
-        _by_torch(left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, sqnorm_B)
-        return
-    _tiles(kernel, left_BTM, right_BTN, dw_MN, db, rows, bias_of_right, metrics, starts, sqnorm_B)
+        wgrad = _Wgrad(left_BTM, right_BTN, *wgrad[2:-1], sqnorm_B)  # _replace takes a microsecond
+    known = plain and (T == 1 or wgrad.sqnorm_B is not None)
+    large = left_BTM.dtype == torch.float32 and B * T * M * N >= cpu_product.LARGE
+    if known and large and product().name == "torch":
+        _by_torch(wgrad)
+    else:
+        _tiles(kernel, wgrad)
 
 
-def _tiles(
-    kernel: str,
-    left_BTM: Tensor,
-    right_BTN: Tensor,
-    dw_MN: Tensor,
-    db: Tensor | None,
-    rows: Tensor,
-    bias_of_right: bool = False,
-    metrics: Sequence[Metric | None] = (),
-    starts: Tensor | None = None,
-    sqnorm_B: Tensor | None = None,
-) -> None:
-    """``_wgrad`` by an instruction set's kernel, where ``sqnorm_B`` may be known already."""
+def _tiles(kernel: str, wgrad: _Wgrad) -> None:
+    """Fill them by an instruction set's kernel."""
+    left_BTM, right_BTN, dw_MN, db, rows = wgrad[:5]
+    starts = wgrad.starts
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
-    kept = [_laid_out(metric) for metric in metrics if metric is not None]
+    kept = [_laid_out(metric) for metric in wgrad.metrics if metric is not None]
     _module().linear_wgrad(
         kernel,
         left_BTM.data_ptr(),
@@ -342,11 +336,11 @@ def _tiles(
         right_BTN.stride(),
         (left_BTM.dtype == torch.bfloat16, dw_MN.dtype == torch.bfloat16),
         (B if starts is None else len(starts) - 1, T, M, N),
-        0 if starts is None else starts.data_ptr(),
-        0 if sqnorm_B is None else sqnorm_B.data_ptr(),
+        _address(starts),
+        _address(wgrad.sqnorm_B),
         dw_MN.data_ptr(),
-        0 if db is None else db.data_ptr(),
-        bias_of_right,
+        _address(db),
+        wgrad.bias_of_right,
         [(v.data_ptr(), s, eps) for v, s, eps in kept],
         rows.data_ptr(),
         rows.stride(0),
@@ -358,10 +352,11 @@ def product() -> cpu_product.Choice:
     """Who multiplies all tokens of short samples in float32."""
     kernel, known = instructions(), torch.zeros(1, dtype=torch.float64)
 
-    def way(run: Callable[..., None]) -> cpu_product.Way:
+    def way(run: Callable[[_Wgrad], None]) -> cpu_product.Way:
         def product_of(left_1TM: Tensor, right_1TN: Tensor) -> None:
             dw_MN = _empty(left_1TM, left_1TM.shape[2], right_1TN.shape[2])
-            run(left_1TM, right_1TN, dw_MN, None, _empty(left_1TM, 1, 3), sqnorm_B=known)
+            rows = _empty(left_1TM, 1, 3)
+            run(_Wgrad(left_1TM, right_1TN, dw_MN, None, rows, sqnorm_B=known))
 
         return product_of
 
@@ -369,23 +364,17 @@ def product() -> cpu_product.Choice:
     return cpu_product.chosen(kernel, ways)
 
 
-def _by_torch(
-    left_BTM: Tensor,
-    right_BTN: Tensor,
-    dw_MN: Tensor,
-    db: Tensor | None,
-    rows: Tensor,
-    bias_of_right: bool = False,
-    sqnorm_B: Tensor | None = None,
-) -> None:
-    """``_tiles`` by torch's product, for samples of one token or with norms that are known."""
+def _by_torch(wgrad: _Wgrad) -> None:
+    """Fill them by torch's product, for samples of one token or with norms that are known."""
+    left_BTM, right_BTN, dw_MN, db, rows = wgrad[:5]
     left_RM, right_RN = left_BTM.flatten(0, 1), right_BTN.flatten(0, 1)
     torch.mm(left_RM.T, right_RN, out=dw_MN)
+    sqnorm_B = wgrad.sqnorm_B
     if sqnorm_B is None:
         sqnorm_B = (reference.norm_rows(left_RM) * reference.norm_rows(right_RN)).double().square_()
     rows[0, :-2], rows[0, -2], rows[:, -1] = sqnorm_B, reference.sqnorm(dw_MN), 1.0
     if db is not None:
-        sum_BN = reference.sum_tokens(right_BTN if bias_of_right else left_BTM)
+        sum_BN = reference.sum_tokens(right_BTN if wgrad.bias_of_right else left_BTM)
         torch.sum(sum_BN, 0, out=db)
         rows[1, :-2], rows[1, -2] = (
             reference.norm_rows(sum_BN).double().square_(),

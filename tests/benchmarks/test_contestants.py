@@ -248,7 +248,7 @@ def tiny_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "BYTES", 1000)
     monkeypatch.setattr(cases, "OPERATOR", [LayerCase("tiny", 12, 8, T, 24) for T in (1, 3)])
     small_gpt = cases.small_gpt
-    monkeypatch.setattr(cases, "small_gpt", lambda most=None: small_gpt(TinyGPT, most))
+    monkeypatch.setattr(cases, "small_gpt", lambda: small_gpt(TinyGPT))
     cpu.verdicts.cache_clear()
     yield
     cpu.verdicts.cache_clear()

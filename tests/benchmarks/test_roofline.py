@@ -7,7 +7,6 @@ import argparse
 import itertools
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,14 @@ import torch.distributed as dist
 from signed import Signed
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
+from kernel_launches import count_launches  # noqa: E402
+
 import gnsfast  # noqa: E402
+from benchmarks.budgets.launches import Launches  # noqa: E402
 from benchmarks.contestants import cases  # noqa: E402
 from benchmarks.model import gpu as model_gpu
 from benchmarks.model import linear as model_linear
@@ -211,48 +212,13 @@ def test_bytes() -> None:
     assert cost.more_bytes == 49152 + 65536 + 512
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that run a kernel: neither views nor ``empty``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-        self.longest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        view = any(ret.alias_info and not ret.alias_info.is_write for ret in func._schema.returns)
-        if not view and "empty" not in name and name != "_unsafe_view":
-            self.names[name] += 1
-        if name == "cat":
-            self.longest = max(self.longest, out.numel())
-        return out
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Triton kernels that are launched, by name."""
-    from triton.runtime.interpreter import GridExecutor
-
-    launched: list[str] = []
-    monkeypatch.setattr(
-        GridExecutor, "__call__", lambda self, *args, **kw: launched.append(self.fn.__name__)
-    )
-    torch.use_deterministic_algorithms(False)  # which fills what is empty
-    return launched
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts calls of Triton's interpreter")
-def test_kernels_launched(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the operators launch is what the model counts."""
     from gnsfast.triton_kernels import operators, outer
 
     def count(operator: str, *args: Any, **more: Any) -> int:
-        kernels.clear()
-        with Launches() as aten:
-            getattr(Signed(operators), operator)(*args, **more)
-        return len(kernels) + sum(aten.names.values())
+        return count_launches(lambda: getattr(Signed(operators), operator)(*args, **more))
 
     f32 = torch.float32
     x, dy = torch.randn(6, 300, 40), torch.randn(6, 300, 24)
@@ -291,7 +257,7 @@ def test_estimator_launches() -> None:
                 gns.update()
             net.zero_grad()
         witness = 3  # at the end of the backward pass: norms by two kernels, and their stack
-        found = sum(opened.names.values()) + sum(closed.names.values()) + witness
+        found = opened.counts.total() + closed.counts.total() + witness
         assert found == model_step.ESTIMATOR_LAUNCHES
 
 

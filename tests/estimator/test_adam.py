@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied, Updates, adam, loop_norms, metric_of
 from made import Made
-from noise_cases import I, N, draw, learn, make
+from noise_cases import I, N, check, draw, learn, make
 from test_estimator import NoWaiting
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -63,13 +63,6 @@ def run(
     found = gns.compute().adam
     assert found is not None
     return found
-
-
-def check(found: gnsfast.ModuleNoiseScale, truth: tuple[float, float], rtol: float = 1e-5) -> None:
-    assert found.trace == pytest.approx(truth[0], rel=rtol)
-    assert found.grad_sqnorm == pytest.approx(truth[1], rel=rtol)
-    ratio = truth[0] / truth[1] if truth[1] > 0 else math.inf
-    assert found.noise_scale == pytest.approx(ratio, rel=rtol)
 
 
 @pytest.mark.parametrize(

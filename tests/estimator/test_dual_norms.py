@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied
-from dual_norm_cases import KINDS, expected, noise_scale, sample_grads, upper_bound
+from dual_norm_cases import KINDS, assert_numbers, expected, noise_scale, sample_grads
 from made import Made
 from noise_cases import draw, make
 from torch import Tensor, nn
@@ -71,14 +71,8 @@ def check(
 ) -> None:
     """The result is that of every sample's gradient; ``updates`` hold the measured parameters."""
     numbers = expected(metric, updates, 64, parts)
-    whole = sum(numbers.values())
-    assert isinstance(whole, Tensor)
-    noise, aligned, *_ = whole.mean(0).tolist()
+    assert_numbers(found, numbers, rel)
     assert found.updates == UPDATES - 1
-    assert found.noise == pytest.approx(noise, rel=rel)
-    assert found.grad_norm_lower == pytest.approx(aligned, rel=rel)
-    assert found.grad_norm_upper == pytest.approx(upper_bound(whole), rel=rel)
-    assert found.noise_scale == pytest.approx(noise_scale(whole), rel=rel)
     assert found.lower < found.noise_scale < found.upper
     modules: dict[str, Any] = {}
     for name, own in numbers.items():

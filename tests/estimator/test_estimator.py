@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from noise_cases import I, N, draw, learn, make
+from noise_cases import I, N, check, draw, learn, make
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,12 +43,6 @@ def expected(model: nn.Module, updates: list[list[tuple[Tensor, Tensor]]]) -> tu
         found.append((trace, g.mean(0).square().sum() - trace / len(g)))
     trace, grad_sqnorm = torch.tensor(found).mean(0).tolist()
     return trace, grad_sqnorm
-
-
-def check(result: gnsfast.NoiseScale, truth: tuple[float, float], rtol: float = 1e-5) -> None:
-    assert result.trace == pytest.approx(truth[0], rel=rtol)
-    assert result.grad_sqnorm == pytest.approx(truth[1], rel=rtol)
-    assert result.noise_scale == pytest.approx(truth[0] / truth[1], rel=rtol)
 
 
 def run(

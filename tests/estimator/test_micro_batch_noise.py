@@ -3,7 +3,6 @@
 from the float64 gradient of every backward pass, whatever layers they go through.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import test_combinations
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied
-from dual_norm_cases import expected, noise_scale, sample_grads, upper_bound
+from dual_norm_cases import assert_numbers, expected, sample_grads
 from made import Made
 from noise_cases import every_draw
 from torch import Tensor, nn
@@ -113,16 +112,10 @@ def unit_grads(model: nn.Module, data: list[Batch]) -> Iterator[dict[str, Tensor
 
 
 def check(found: Any, units: list[dict[str, Tensor]], metric: str, rel: float) -> None:
-    """As from the units' gradients; a sample's variance is ``B`` times that of a unit."""
+    """As from the units' gradients, each of ``B`` samples."""
     numbers = expected(metric, units, 64, K)
-    whole = sum(numbers.values())
-    assert isinstance(whole, Tensor)
-    noise, aligned, *_ = whole.mean(0).tolist()
+    assert_numbers(found, numbers, rel, B)
     assert found.updates == len(units) - 1 and found.noise_from == "micro_batches"
-    assert found.noise == pytest.approx(math.sqrt(B) * noise, rel=rel)
-    assert found.grad_norm_lower == pytest.approx(aligned, rel=rel)
-    assert found.grad_norm_upper == pytest.approx(upper_bound(whole), rel=rel)
-    assert found.noise_scale == pytest.approx(B * noise_scale(whole), rel=rel)
     assert {*found.per_module} == {name.rpartition(".")[0] for name in numbers}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_integrations_batch_size import growing
+from test_integrations_lightning import QUIET
 from test_integrations_lightning_batch_size import (
     PER_EPOCH,
     Epochs,
@@ -67,8 +68,7 @@ def test_flags(tmp_path: Path) -> None:
         trained(trainer)
     again = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other.for_other_run())])
     trained(again)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    monitored = pl.Trainer(accelerator="cpu", callbacks=[GNSMonitor(factor=other)], **quiet)
+    monitored = pl.Trainer(callbacks=[GNSMonitor(factor=other)], **QUIET)
     with pytest.raises(ValueError, match=refused):
         monitored.fit(module := Scheduled(), Epochs(data(PER_EPOCH)))
     assert module.losses == []

@@ -21,6 +21,11 @@ from gnsfast.integrations.lightning import GNSMonitor, is_measured
 from gnsfast.integrations.trackers import JSONLTracker
 
 I, N, UPDATES = 6, 8, 10
+QUIET: dict[str, Any] = {
+    **{"accelerator": "cpu", "logger": False, "enable_checkpointing": False},
+    **{"enable_progress_bar": False, "enable_model_summary": False},
+}
+"""Of a trainer that shows and keeps nothing."""
 
 
 class Tiny(pl.LightningModule):
@@ -85,15 +90,12 @@ def fit(
     **options: Any,
 ) -> pl.Trainer:
     options = {
-        "accelerator": "cpu",
+        **QUIET,
         "accumulate_grad_batches": 2,
         "gradient_clip_val": 1e-3,
         "max_epochs": 1,
         "log_every_n_steps": UPDATES,
         "logger": pl.loggers.CSVLogger(str(folder)),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         **options,
     }
     callbacks = [monitor, *options.pop("callbacks", [])]

@@ -11,7 +11,7 @@ import controller_cases
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_integrations_lightning import Loader, Manual, Tiny, data
+from test_integrations_lightning import QUIET, Loader, Manual, Tiny, data
 
 from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.critical_batch.rules import Rules
@@ -21,6 +21,7 @@ from gnsfast.integrations.trackers import JSONLTracker
 
 PER_EPOCH, EPOCHS = 13, 4
 RULES = Rules("sqrt", "half_life", "timescale")
+SETTINGS = {**QUIET, "accumulate_grad_batches": 2, "max_epochs": EPOCHS, "log_every_n_steps": 3}
 
 
 class Told(controller_cases.Told, GNSMonitor):
@@ -96,17 +97,7 @@ def fit(
     others = options.pop("callbacks", [])
     callbacks = [*others, gns, BatchSizeCallback(controller, gns)]
     loader = options.pop("loader", None) or Epochs(data(PER_EPOCH))
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "accumulate_grad_batches": 2,
-        "max_epochs": EPOCHS,
-        "log_every_n_steps": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **options,
-    }
+    settings = {**SETTINGS, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(callbacks=callbacks, default_root_dir=folder, **settings)
@@ -226,16 +217,7 @@ def test_another_fit(tmp_path: Path) -> None:
 
     controller = controller_of()
     callback = BatchSizeCallback(controller, Told(controller, [1]))
-    trainer = pl.Trainer(
-        callbacks=[callback, callback.gns],
-        accelerator="cpu",
-        accumulate_grad_batches=2,
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(callbacks=[callback, callback.gns], **SETTINGS)
     with pytest.raises(MemoryError):
         trainer.fit(Fails(), Epochs(data(PER_EPOCH)))
     assert controller.batch_size == 32 and trainer.accumulate_grad_batches == 2
@@ -330,17 +312,7 @@ def fit_without_loader(
     folder: Path, module: Any, controller: Any, tracker: Any, **options: Any
 ) -> None:
     gns = Told(controller, [10], tracker=tracker)
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 3, **options}
-    trainer = pl.Trainer(
-        callbacks=[gns, BatchSizeCallback(controller, gns)],
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **settings,
-    )
+    callbacks = [gns, BatchSizeCallback(controller, gns)]
+    trainer = pl.Trainer(callbacks=callbacks, default_root_dir=folder, **SETTINGS | options)
     trainer.fit(module)
     tracker.close()

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from controller_cases import at_least, noise
 from test_integrations_batch_size import EPOCH, STEPS, Told, by_run, controller_of
-from test_integrations_lightning import data
+from test_integrations_lightning import QUIET, data
 from test_integrations_lightning_batch_size import EPOCHS, PER_EPOCH, Epochs, Scheduled, fit
 from trainer_cases import T, same, samples, trained, trainer_of, weights
 
@@ -259,17 +259,8 @@ def test_lightning_flags_without_a_controller(
 ) -> None:
     monkeypatch.setattr(gnsfast.GradientNoiseScale, "compute", lambda gns: noise(1.0))
     tracker = JSONLTracker(tmp_path / "run.jsonl")
-    trainer = pl.Trainer(
-        callbacks=[GNSMonitor(factor=1.0, tracker=tracker)],
-        accelerator="cpu",
-        max_epochs=1,
-        log_every_n_steps=5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    options = {**QUIET, "max_epochs": 1, "log_every_n_steps": 5, "default_root_dir": tmp_path}
+    trainer = pl.Trainer(callbacks=[GNSMonitor(factor=1.0, tracker=tracker)], **options)
     trainer.fit(Scheduled(), Epochs(data(PER_EPOCH)))
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

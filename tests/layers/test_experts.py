@@ -43,9 +43,7 @@ def chosen(block: nn.Module, name: str, x: Tensor) -> Tensor:
     return torch.stack([(index == e).any(1) for e in range(EXPERTS)], 1)
 
 
-def assert_block(
-    plain: nn.Module, data: Any, B: int, *, batch_dim: int = 0, missing: str = " "
-) -> nn.Module:
+def assert_block(plain: nn.Module, data: Any, B: int, *, missing: str = " ") -> nn.Module:
     """Outputs and gradients as before, and single samples' norms. Those of parameters whose names
     have ``missing`` are left out.
     """
@@ -63,7 +61,7 @@ def assert_block(
     judge = copy.deepcopy(plain)
     if hasattr(judge, "experts"):
         judge.experts.config._experts_implementation = "eager"  # grouped_mm has no float64
-    loop = loop_sqnorms(judge, loss, data, B, batch_dim=batch_dim)
+    loop = loop_sqnorms(judge, loss, data, B)
     assert_norms(norms, {n: own for n, own in loop.items() if missing not in n})
     return block
 
@@ -268,9 +266,7 @@ def test_an_expert_that_the_first_batch_left_out() -> None:
 
     for B in (4, 4, 4, 4, 5):
         ids = torch.randint(32, (B, 8))
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            of_ids(model, ids).backward()
-        assert_norms(norms, loop_sqnorms(model, of_ids, ids, B))
+        assert_as_loop(model, ids, B, of_ids)
         model.zero_grad()
 
 
@@ -305,6 +301,5 @@ def test_compiled() -> None:
     """The graph breaks at the experts; the norms stay."""
     plain, data = make("mixtral", 2), batch(3, 7)
     block = gnsfast.configure(copy.deepcopy(plain), example=data[0])
-    with gnsfast.per_sample_sqnorms(block, 3) as norms:
-        loss(torch.compile(block, backend="eager"), data).backward()
-    assert_norms(norms, loop_sqnorms(plain, loss, data, 3))
+    compiled = torch.compile(block, backend="eager")
+    assert_as_loop(block, data, 3, loss, twin=plain, run=compiled)

@@ -8,7 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import EDGES, SETS, assert_metric_rows, assert_row, linear, single_samples
+from cpu_cases import (
+    EDGES,
+    SETS,
+    assert_agrees,
+    assert_metric_rows,
+    assert_row,
+    assert_segments,
+    linear,
+    single_samples,
+    with_metric,
+)
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -22,9 +32,7 @@ pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "th
 
 def assert_right(a: LinearWgrad) -> None:
     assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
-        assert_row(row, total, g_BN)
+    assert_agrees(a)
 
 
 @pytest.mark.parametrize("T", [1, 2, 5, 40, 1025, 2100])
@@ -68,10 +76,8 @@ def test_long_samples_of_one_sign(T: int, segments: bool, instructions: str) -> 
 def test_thin_weights(O: int, I: int, T: int, instructions: str) -> None:
     """The thin side goes to the left of the kernel; one panel of it reads the other unpacked."""
     for transposed in (False, True):
-        a = linear(torch.rand(4, T, I) + 0.1, torch.rand(4, T, O), transposed=transposed)
-        dw, db, rows, _ = cpu.linear_wgrad(a)
-        for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
-            assert_row(row, total, g_BN)
+        x, dy = torch.rand(4, T, I) + 0.1, torch.rand(4, T, O)
+        assert_agrees(linear(x, dy, transposed=transposed))
 
 
 def test_no_rows_in_any_segment(instructions: str) -> None:
@@ -161,34 +167,15 @@ def test_float16(experts: int, instructions: str) -> None:
 def test_metric(T: int, v_dtype: torch.dtype, transposed: bool, instructions: str) -> None:
     """Σ P g² with P = 1 / (√v s + eps), of a whole tile and of edges."""
     a = linear(torch.randn(3, T, 70), torch.randn(3, T, 45), transposed=transposed)
-    v = torch.rand((70, 45) if transposed else (45, 70)), torch.rand(45)
-    moments = [each.to(v_dtype) for each in v]
-    constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
-    a = a._replace(moments=moments, constants_P2=constants_P2)
+    a = with_metric(a, v_dtype)
     assert cpu.takes(a.x_BTI, a.dy_BTO, 3, metric=True)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    assert_metric_rows(a, dw, db, rows)
-    assert rows[2:, 4].tolist() == [1, 1]
+    assert assert_metric_rows(a)[2:, 4].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("experts", [0, 3])
 def test_segments(experts: int, index: torch.dtype, instructions: str) -> None:
-    """Of no rows, of one, of more than a chunk; rows before the first and after the last."""
-    starts = [4, 4, 5, 30, 1500] + [1500, 1510, 1540, 1540] * (experts > 0)
-    starts = torch.tensor([*starts, *[1600] * (4 * experts + 1 - len(starts))]).to(index)
-    a = linear(torch.randn(1700, 40), torch.randn(1700, 20))
-    a = a._replace(starts=starts, experts=experts)
-    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples, segments=len(starts) - 1)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    E, B = max(experts, 1), a.samples
-    bounds = starts.tolist()
-    spans = [slice(*span) for span in zip(bounds, bounds[1:])]
-    x, dy = a.x_BTI.double(), a.dy_BTO.double()
-    grads = torch.stack([dy[span].T @ x[span] for span in spans]).unflatten(0, (E, B))
-    sums = torch.stack([dy[span].sum(0) for span in spans]).unflatten(0, (E, B))
-    for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
-        assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
+    assert_segments(experts, torch.float32, index)
 
 
 def test_experts_of_few_rows_stay_in_torch() -> None:

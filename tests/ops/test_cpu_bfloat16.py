@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import EDGES, SETS, assert_metric_rows, assert_row, linear, single_samples
+from cpu_cases import (
+    EDGES,
+    SETS,
+    assert_agrees,
+    assert_metric_rows,
+    assert_segments,
+    linear,
+    single_samples,
+    with_metric,
+)
 from layouts import LAYOUTS
 from torch import Tensor
 
@@ -76,9 +85,7 @@ def halves(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 def assert_right(a: LinearWgrad) -> None:
     assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
-        assert_row(row, total, g_BN)
+    dw, db, rows = assert_agrees(a)
     half_dw, half_db, half_rows, _ = cpu.linear_wgrad(a._replace(dtype=torch.bfloat16))
     assert torch.equal(half_dw, dw.bfloat16()) and torch.equal(half_db, db.bfloat16())
     assert torch.equal(half_rows, rows)
@@ -123,37 +130,18 @@ def test_strides(layout: str, T: int, transposed: bool) -> None:
 @pytest.mark.parametrize("T", [5, 600])
 def test_thin_weights(O: int, I: int, T: int) -> None:
     for transposed in (False, True):
-        a = linear(*halves((4, T, I), (4, T, O)), transposed=transposed)
-        dw, db, rows, _ = cpu.linear_wgrad(a)
-        for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
-            assert_row(row, total, g_BN)
+        assert_agrees(linear(*halves((4, T, I), (4, T, O)), transposed=transposed))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("T", [3, 1100])
 def test_metric(T: int, transposed: bool) -> None:
-    a = linear(*halves((3, T, 70), (3, T, 45)), transposed=transposed)
-    moments = [torch.rand((70, 45) if transposed else (45, 70)), torch.rand(45)]
-    constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
-    a = a._replace(moments=moments, constants_P2=constants_P2)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    assert_metric_rows(a, dw, db, rows)
+    assert_metric_rows(with_metric(linear(*halves((3, T, 70), (3, T, 45)), transposed=transposed)))
 
 
 @pytest.mark.parametrize("experts", [0, 3])
 def test_segments(experts: int) -> None:
-    starts = [4, 4, 5, 30, 1500] + [1500, 1510, 1540, 1540] * (experts > 0)
-    starts = torch.tensor([*starts, *[1600] * (4 * experts + 1 - len(starts))])
-    a = linear(*halves((1700, 40), (1700, 20)))
-    a = a._replace(starts=starts, experts=experts)
-    dw, db, rows, _ = cpu.linear_wgrad(a)
-    bounds, E, B = starts.tolist(), max(experts, 1), a.samples
-    spans = [slice(*span) for span in zip(bounds, bounds[1:])]
-    x, dy = a.x_BTI.double(), a.dy_BTO.double()
-    grads = torch.stack([dy[span].T @ x[span] for span in spans]).unflatten(0, (E, B))
-    sums = torch.stack([dy[span].sum(0) for span in spans]).unflatten(0, (E, B))
-    for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
-        assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
+    a, dw = assert_segments(experts, torch.bfloat16)
     half_dw = cpu.linear_wgrad(a._replace(dtype=torch.bfloat16))[0]
     assert torch.equal(half_dw, dw.bfloat16())
 
@@ -222,8 +210,9 @@ def test_errors_are_torchs(B: int, T: int) -> None:
 
 def test_wrong_calls(kernel: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
+    wgrad = cpu._Wgrad(dy, x, torch.empty(20, 40), None, torch.empty(1, 5))
     with pytest.raises(ValueError, match=f"no kernel {kernel}"):
-        cpu._tiles(kernel, dy, x, torch.empty(20, 40), None, torch.empty(1, 5))
+        cpu._tiles(kernel, wgrad)
     with pytest.raises(ValueError, match="kernel avx512_bf16|amx needs"):
         cpu._gram_sqnorms(kernel, dy, x)
     sides = (dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride())

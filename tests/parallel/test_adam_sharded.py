@@ -5,11 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from noise_cases import assert_same
 from processes import each, spawn
-from test_dual_norms_sharded import Tied, alone, batches_of, in_one, loss_of, make, measure, shard
+from test_dual_norms_sharded import (
+    Tied,
+    alone,
+    batches_of,
+    in_one,
+    loss_of,
+    make,
+    measure,
+    mixed_precision,
+    replicated,
+    shard,
+)
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import gnsfast
 
@@ -21,13 +32,6 @@ def with_adam(model: nn.Module, amsgrad: bool = False) -> dict[str, Any]:
     return {"metric": "adam", "optimizer": torch.optim.AdamW(model.parameters(), **options)}
 
 
-def check(found: gnsfast.GradientNoiseScale, truth: gnsfast.GradientNoiseScale, rel: float) -> None:
-    ours, theirs = found.compute().adam, truth.compute().adam
-    assert ours.updates == theirs.updates > 3, (ours, theirs)
-    for name in ("trace", "grad_sqnorm", "noise_scale", "lower", "upper"):
-        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=rel), name
-
-
 def compared(
     rank: int, updates: Any, one: Any, model: Any, each_pass: str = "", source: Any = "auto",
     ams: bool = False, rel: float = 1e-6,
@@ -36,7 +40,8 @@ def compared(
     theirs = alone(one, source=source, **with_adam(one, ams))
     ours = gnsfast.GradientNoiseScale(model, source=source, **with_adam(model, ams))
     truth = measure(theirs, one, [in_one(u) for u in updates])
-    check(measure(ours, model, [u[rank] for u in updates], each_pass), truth, rel)
+    measure(ours, model, [u[rank] for u in updates], each_pass)
+    assert_same(ours.compute().adam, truth.compute().adam, rel)
 
 
 def sharded(rank: int, ranks: int, parts: int, each_pass: str, source: str, ams: bool) -> None:
@@ -58,22 +63,8 @@ def test_processes(ranks: int) -> None:
     spawn(each, ranks, ([sharded], *(case for case in CASES if case[0] == ranks)))
 
 
-def replicated(rank: int) -> None:
-    """HSDP: two replicas of two shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    compared(rank, batches_of(4, 1, 4), make(), shard(make(), mesh=mesh))
-
-
 def test_four_processes() -> None:
-    spawn(replicated, 4)
-
-
-def mixed_precision(rank: int) -> None:
-    """bfloat16 layers, float32 moments; one process shards over itself, for the same rounding."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
-    model = shard(make(dtype=torch.float32), mp_policy=policy)
-    compared(rank, batches_of(2, 2, 4), one, model, rel=1e-4)
+    spawn(replicated, 4, (compared,))
 
 
 def tied(rank: int) -> None:
@@ -138,5 +129,9 @@ def another_sharding(rank: int) -> None:
 
 
 def test_two_processes() -> None:
-    works = mixed_precision, tied, step_in_between, step_in_between_local, another_sharding
-    spawn(each, args=(works,))
+    spawn(several)
+
+
+def several(rank: int) -> None:
+    each(rank, [tied, step_in_between, step_in_between_local, another_sharding])
+    each(rank, [mixed_precision], (compared,))

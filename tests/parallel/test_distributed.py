@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layers import assert_as_loop
 from made import Made
-from oracle import assert_norms, loop_sqnorms
 from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,9 +62,9 @@ def draw() -> tuple[Tensor, Tensor]:
     return torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
 
 
-def draws_of(rank: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches; every rank draws all of them."""
-    return [[draw() for _ in range(RANKS)][rank] for _ in range(micro_batches)]
+def draws_of(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's two micro-batches; every rank draws all of them."""
+    return [[draw() for _ in range(RANKS)][rank] for _ in range(2)]
 
 
 def mean_gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -80,27 +80,23 @@ def mean_gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> di
 
 def data_parallel(rank: int) -> None:
     model = Model()
-    plain, batches = copy.deepcopy(model), draws_of(rank, 2)
+    plain, batches = copy.deepcopy(model), draws_of(rank)
     wrapped = DistributedDataParallel(model)
     for i, batch in enumerate(batches):
         wrapped.require_backward_grad_sync = i == 1
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            loss_of(wrapped, batch).backward()
-        assert_norms(norms, loop_sqnorms(plain, loss_of, batch, B))
+        assert_as_loop(model, batch, B, loss_of, twin=plain, run=wrapped)
     for name, grad in mean_gradients(plain, batches).items():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, grad)
 
 
 def sharded(rank: int) -> None:
     model = Model()
-    plain, batches = copy.deepcopy(model), draws_of(rank, 2)
+    plain, batches = copy.deepcopy(model), draws_of(rank)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     for batch in batches:
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            loss_of(model, batch).backward()
-        assert_norms(norms, loop_sqnorms(plain, loss_of, batch, B))
+        assert_as_loop(model, batch, B, loss_of, twin=plain)
     grads = dict(model.named_parameters())
     for name, grad in mean_gradients(plain, batches).items():
         sharded_grad = grads[name].grad
@@ -153,9 +149,7 @@ def tensor_parallel(rank: int) -> None:
         return (m(batch[0]) * batch[1]).sum()
 
     parallelize_module(model, init_device_mesh("cpu", (RANKS,)), PLAN)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        loss(model, (ids, r)).backward()
-    assert_norms(norms, loop_sqnorms(plain, loss, (ids, r), B))
+    assert_as_loop(model, (ids, r), B, loss, twin=plain)
     loss(plain, (ids, r)).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
@@ -167,9 +161,7 @@ def tied_by_hand(rank: int) -> None:
     tied = lambda m, ids: F.linear(torch.tanh(m.tokens(ids)), m.tokens.weight)
     model, batch = Made(tied, tokens=nn.Embedding(V, 8)), draw()
     plain, wrapped = copy.deepcopy(model), DistributedDataParallel(model)
-    with gnsfast.per_sample_sqnorms(wrapped.module, B) as norms:
-        loss_of(wrapped, batch).backward()
-    assert_norms(norms, loop_sqnorms(plain, loss_of, batch, B))
+    assert_as_loop(model, batch, B, loss_of, twin=plain, run=wrapped)
 
 
 def unused_on_one_rank(rank: int) -> None:

@@ -2,6 +2,7 @@
 """Dual norms under FSDP2 are those of one process with the same global batch."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +156,18 @@ def test_processes(ranks: int) -> None:
     spawn(each, ranks, ([sharded], *(case for case in CASES if case[0] == ranks)))
 
 
-def replicated(rank: int) -> None:
+def replicated(rank: int, compared: Callable[..., None]) -> None:
     """HSDP: two replicas of two shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     compared(rank, batches_of(4, 1, 4), make(), shard(make(), mesh=mesh))
 
 
 def test_four_processes() -> None:
-    spawn(replicated, 4)
+    spawn(replicated, 4, (compared,))
 
 
-def mixed_precision(rank: int) -> None:
-    """bfloat16 layers, float32 sums; one process shards over itself, for the same rounding."""
+def mixed_precision(rank: int, compared: Callable[..., None]) -> None:
+    """bfloat16 layers; one process shards over itself, for the same rounding."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
     model = shard(make(dtype=torch.float32), mp_policy=policy)
@@ -276,7 +277,8 @@ def ignored_and_averaged_late(rank: int) -> None:
 
 
 def several(rank: int) -> None:
-    each(rank, [mixed_precision, tied, memory, ignored_and_averaged_late])
+    each(rank, [tied, memory, ignored_and_averaged_late])
+    each(rank, [mixed_precision], (compared,))
     cases = (("norm", 1, False), ("square", 2, False), ("norm", 2, True), ("up", 1, True))
     each(rank, [ignored], *cases, (("embed", "square"), 2, True))
     each(rank, [overflow], ("sign", "embed"), ("spectral", "up"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from noise_cases import assert_same
 from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,10 +61,8 @@ def measure(gns: Any, model: nn.Module, called: Any, updates: list[list[Any]]) -
 
 def same(ours: Any, theirs: Any) -> None:
     for metric in ("sign", "spectral"):
-        a, b = getattr(ours, metric), getattr(theirs, metric)
-        assert a.updates == b.updates == UPDATES - 1
-        for name in ("noise", "grad_norm_lower", "grad_norm_upper", "noise_scale", "lower"):
-            assert getattr(a, name) == pytest.approx(getattr(b, name), rel=1e-7), (metric, name)
+        assert_same(getattr(ours, metric), getattr(theirs, metric), 1e-7)
+        assert getattr(ours, metric).updates == UPDATES - 1
 
 
 def micro_batches_of_two(rank: int, parts: int) -> None:

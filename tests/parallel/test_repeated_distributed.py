@@ -6,15 +6,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import assert_norms, loop_sqnorms
+from layers import assert_as_loop
 from processes import each, spawn
 from repeated_models import B, T, Universal, V
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-
-import gnsfast
 
 pytestmark = pytest.mark.dist
 RANKS = 2
@@ -44,9 +42,7 @@ def check(rank: int, model: nn.Module, wrapped: nn.Module, plain: nn.Module | No
     plain = copy.deepcopy(model) if plain is None else plain
     for _ in range(2):
         ids = [torch.randint(0, V, (B, T)) for _ in range(RANKS)][rank]
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            square(wrapped, ids).backward()
-        assert_norms(norms, loop_sqnorms(plain, square, ids, B))
+        assert_as_loop(model, ids, B, square, twin=plain, run=wrapped)
         square(plain, ids).backward()
     for p, q in zip(model.parameters(), plain.parameters()):
         assert q.grad is not None

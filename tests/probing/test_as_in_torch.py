@@ -10,32 +10,10 @@ import torch
 import torch.nn.functional as F
 from made import Made
 from oracle import assert_norms, loop_sqnorms
+from repeated_models import B, D, T, check, square
 from torch import Tensor, nn
 
 import gnsfast
-
-B, T, D = 4, 6, 8
-
-
-def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
-    """Outputs, gradients and norms in a block are those of plain torch, sample by sample."""
-    batch_dim = options.get("batch_dim", 0)
-    plain = copy.deepcopy(model)
-    loss(plain, batch).backward()
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        value = loss(model, batch)
-        value.backward()
-    torch.testing.assert_close(value, loss(plain, batch))
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(
-            p.grad, q.grad, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
-        )
-    loop = loop_sqnorms(plain, loss, batch, B, batch_dim=batch_dim)
-    assert_norms(norms, {n: loop[n] for n in norms})
-
-
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().sum()
 
 
 def residual(m: Any, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from oracle import assert_norms, loop_sqnorms
+from layers import assert_as_loop
 from torch import Tensor, nn
 
 import gnsfast
@@ -39,10 +39,7 @@ def test_refused_until_it_is_frozen() -> None:
             with block():
                 raise AssertionError("the block has opened")
     model.bn1.eval()
-    loop = loop_sqnorms(model, square, x, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        square(model, x).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, x, B, square)
     model.train()  # the slab of the frozen model is kept, and so are its eyes
     with pytest.raises(gnsfast.ObservationError, match="bn1"), blocks["norms"]():
         pass
@@ -82,10 +79,7 @@ def test_what_coverage_and_verify_say() -> None:
 def test_instance_norm_ties_nothing() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True), nn.Linear(5, 3))
     x = torch.randn(B, 3, 5)
-    loop = loop_sqnorms(model, square, x, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        square(model, x).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, x, B, square)
 
 
 def test_the_estimator_goes_on() -> None:

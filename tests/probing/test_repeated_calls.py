@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from made import Made
-from oracle import assert_norms, loop_sqnorms
-from repeated_models import Again, B, Chunked, D, T, Universal, V, albert, square
+from repeated_models import Again, B, Chunked, D, T, Universal, V, albert, check, square
 from tiny_models import B as SAMPLES
 from tiny_models import loss_of, scattered, text
 from torch import Tensor, nn
@@ -18,33 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import gnsfast
-
-
-def check(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor],
-    rtol: float = 1e-5,
-    **options: Any,
-) -> gnsfast.SampleNorms:
-    """Loss and gradients are those of plain torch, norms those of the float64 loop."""
-    samples = options.pop("samples", B)
-    plain = copy.deepcopy(model)
-    want = loss(plain, batch)
-    want.backward()
-    with gnsfast.per_sample_sqnorms(model, samples, audit="always") as norms:
-        value = loss(model, batch)
-        value.backward()
-    torch.testing.assert_close(value, want)
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            assert p.grad is not None and p.grad.dtype == p.dtype
-            close = dict(rtol=1e-4, atol=1e-5 * q.grad.abs().max().item() + 1e-7)
-            torch.testing.assert_close(p.grad, q.grad, **close)
-    loop = loop_sqnorms(plain, loss, batch, samples, batch_dim=options.get("batch_dim", 0))
-    assert_norms(norms, {n: loop[n] for n in norms}, rtol)
-    return norms
 
 
 def floats(*shape: int) -> Tensor:

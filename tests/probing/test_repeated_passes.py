@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import unseen
 from made import Made
 from oracle import assert_norms, loop_sqnorms
+from repeated_models import B, D, T, check, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,6 @@ from gnsfast.combinations import PIPELINE, REPEATED, TENSOR_PARALLEL, reason
 from gnsfast.following import Followed
 
 ObservationError = gnsfast.ObservationError
-B, T, D = 4, 6, 8
 
 
 class Again(nn.Module):
@@ -51,14 +50,15 @@ class Again(nn.Module):
         return x
 
 
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().sum()
-
-
 def run(model: nn.Module, x: Tensor) -> gnsfast.SampleNorms:
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         square(model, x).backward()
     return norms
+
+
+def right(model: nn.Module, x: Tensor) -> None:
+    """Norms are those of single samples."""
+    assert_norms(run(model, x), loop_sqnorms(model, square, x, B))
 
 
 @pytest.fixture
@@ -69,23 +69,15 @@ def x() -> Tensor:
 @pytest.mark.parametrize("mode", ["", "unused", "no grad", "checkpoint", "one checkpoint"])
 @pytest.mark.parametrize("leaf", [False, True], ids=["data", "leaf"])
 def test_modes(mode: str, leaf: bool, x: Tensor) -> None:
-    model = Again(mode)
-    loop = loop_sqnorms(model, square, x, B)
-    plain = copy.deepcopy(model)
-    square(plain, x).backward()
-    assert_norms(run(model, x.clone().requires_grad_(leaf)), loop)
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
+    check(Again(mode), x.clone().requires_grad_(leaf), square)
 
 
 def test_one_checkpoint_around_all_calls(x: Tensor) -> None:
     """The reentrant kind too: its inner backward pass goes through all calls."""
-    model = Again()
-    loop = loop_sqnorms(model, square, x, B)
+    model, leaf = Again(), x.clone().requires_grad_()
     with gnsfast.per_sample_sqnorms(model, B) as norms:
-        leaf = x.clone().requires_grad_()
         checkpoint(model, leaf, use_reentrant=True).square().sum().backward()
-    assert_norms(norms, loop)
+    assert_norms(norms, loop_sqnorms(model, square, x, B))
 
 
 def test_reentrant_checkpoints_are_refused(x: Tensor) -> None:
@@ -121,29 +113,25 @@ def test_an_output_without_a_gradient(x: Tensor) -> None:
 
     lookup = lambda m, ids: Nothing.apply(m.words(ids)) + m.words(ids).sin()
     model, ids = Made(lookup, words=nn.Embedding(7, D)), torch.randint(0, 7, (B, T))
-    loop = loop_sqnorms(model, square, ids, B)
-    assert_norms(run(model, ids), loop)
+    right(model, ids)
 
 
 def test_a_module_named_without_need(x: Tensor) -> None:
-    model = Again(times=1)
-    loop = loop_sqnorms(model, square, x, B)
-    assert_norms(run(model, x), loop)
+    right(Again(times=1), x)
 
 
 def test_an_exception_between_two_calls(x: Tensor) -> None:
     """In its own block, and caught within one: the graph of the calls before it is gone."""
     model = Again()
-    loop = loop_sqnorms(model, square, x, B)
     with pytest.raises(KeyError):
         with gnsfast.per_sample_sqnorms(model, B):
             model.step(model.step(x))
             raise KeyError
-    assert_norms(run(model, x), loop)
+    right(model, x)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         model.step(x)
         square(model, x).backward()
-    assert_norms(norms, loop)
+    assert_norms(norms, loop_sqnorms(model, square, x, B))
 
 
 def test_an_exception_in_backward(x: Tensor) -> None:
@@ -157,29 +145,23 @@ def test_an_exception_in_backward(x: Tensor) -> None:
             raise KeyError
 
     model = Again()
-    loop = loop_sqnorms(model, square, x, B)
     with pytest.raises(ObservationError, match="used again after a backward pass of this block"):
         with gnsfast.per_sample_sqnorms(model, B):
             with pytest.raises(KeyError):
                 model.step(Fails.apply(model.step(x))).sum().backward()
             square(model, x).backward()
-    assert_norms(run(model, x), loop)
+    right(model, x)
 
 
 def test_gradient_of_the_inputs_first(x: Tensor) -> None:
     """A backward pass that does not ask for the parameters keeps operands that nobody uses."""
-    model = Again()
-    loop = loop_sqnorms(model, square, x, B)
-    plain = copy.deepcopy(model)
-    square(plain, x).backward()
-    leaf = x.clone().requires_grad_()
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        value = square(model, leaf)
-        torch.autograd.grad(3 * value, [leaf], retain_graph=True)
-        value.backward()
-    assert_norms(norms, loop)
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
+
+    def asked(model: nn.Module, x: Tensor) -> Tensor:
+        value = square(model, x)
+        torch.autograd.grad(3 * value, [x], retain_graph=True)
+        return value
+
+    check(Again(), x.clone().requires_grad_(), asked)
 
 
 def test_accumulation(x: Tensor) -> None:
@@ -209,30 +191,6 @@ def test_estimator(x: Tensor) -> None:
     assert found.trace == pytest.approx((p - q / n) / (n - 1), rel=1e-4)
 
 
-@pytest.mark.parametrize("twice", ["backward", "pass"])
-def test_two_backward_passes_in_one_block(twice: str, x: Tensor) -> None:
-    model = Again()
-    with pytest.raises(ObservationError, match="do not add up"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            value = square(model, x)
-            value.backward(retain_graph=twice == "backward")
-            (value if twice == "backward" else square(model, x)).backward()
-
-
-def test_create_graph_is_refused(x: Tensor) -> None:
-    model = Again()
-    with pytest.raises(ObservationError, match="create_graph"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            square(model, x).backward(create_graph=True)
-
-
-def test_weight_also_used_as_a_tensor(x: Tensor) -> None:
-    model = Again()
-    with pytest.raises(ObservationError, match=r"layer\.weight: .*the part that was measured"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            (square(model, x) + unseen.penalty(model.layer.weight, 10.0)).backward()
-
-
 @pytest.mark.parametrize("calls_of_the_head", [1, 2])
 def test_two_lookups_of_a_tied_head(calls_of_the_head: int) -> None:
     """One between two calls of the head, or both before its only call."""
@@ -249,8 +207,7 @@ def test_two_lookups_of_a_tied_head(calls_of_the_head: int) -> None:
             return self.head(self.words(ids).sin() + self.words(ids.flip(1)))
 
     model, ids = Tied(), torch.randint(0, D, (B, T))
-    loop = loop_sqnorms(model, square, ids, B)
-    assert_norms(run(model, ids), loop)
+    right(model, ids)
 
 
 def test_nothing_is_left_after_the_block(x: Tensor) -> None:

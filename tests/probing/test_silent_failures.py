@@ -3,12 +3,15 @@
 module's name.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 import unseen
 from made import Made
 from oracle import assert_norms, loop_sqnorms
+from repeated_models import Again, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +37,6 @@ def run(model: nn.Module, x: Tensor, num_samples: int = 4) -> None:
 
 def right(model: nn.Module, x: Tensor) -> None:
     """Norms are those of single samples, also in a later pass."""
-    square = lambda m, x: m(x).square().sum()
     for _ in range(2):
         loop = loop_sqnorms(model, square, x, len(x))
         with gnsfast.per_sample_sqnorms(model, len(x), audit="always") as norms:
@@ -95,15 +97,15 @@ def test_weight_that_a_kernel_takes_too() -> None:
             model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-2])
 @pytest.mark.parametrize("of_torch", [False, True])
-def test_penalty_on_a_weight(share: float, of_torch: bool) -> None:
+@pytest.mark.parametrize(("several", "share"), [(False, 1.0), (False, 1e-2), (True, 10.0)])
+def test_penalty_on_a_weight(several: bool, share: float, of_torch: bool) -> None:
     """The sums differ from ``.grad`` by 1 % for the small one."""
-    model, x = Model(), torch.randn(4, 5)
+    model, x = Again(nn.Linear(5, 5)) if several else Model(), torch.randn(4, 5)
     why = "belongs to no sample" if of_torch else "the part that was measured"
-    with pytest.raises(ObservationError, match=rf"first\.weight: .*{why}"):
+    with pytest.raises(ObservationError, match=rf"(first|layer)\.weight: .*{why}"):
         with gnsfast.per_sample_sqnorms(model, 4):
-            w = model.first.weight
+            w = model.layer.weight if several else model.first.weight
             penalty = share * w.sum() if of_torch else unseen.penalty(w, share)
             (model(x).square().sum() + penalty).backward()
 
@@ -159,29 +161,47 @@ def test_unused_module_with_an_older_gradient() -> None:
     assert norms["last.weight"].tolist() == [0.0] * 4
 
 
-def test_backward_twice() -> None:
-    model = Model()
-    with pytest.raises(ObservationError, match="do not add up"):
+def backward_twice(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_micro_batches(model: nn.Module, x: Tensor) -> None:
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+def gradients_that_are_returned(model: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(model(x).sum(), list(model.parameters()))
+
+
+def of_given_inputs(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward(inputs=list(model.parameters()))
+
+
+PASSES: dict[str, tuple[Callable[[nn.Module, Tensor], object], str]] = {
+    "backward twice": (backward_twice, "do not add up"),
+    "two micro-batches": (two_micro_batches, "do not add up"),
+    "no backward": (lambda model, x: model(x).sum(), "No backward pass"),
+    "returned": (gradients_that_are_returned, "No backward pass"),
+    "a graph": (lambda model, x: model(x).sum().backward(create_graph=True), "create_graph=True"),
+    "given inputs": (of_given_inputs, r"backward\(inputs=...\)"),
+}
+"""What is no pass of one forward and one backward after the other."""
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one use", "several uses"])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_block_holds_one_pass(name: str, several: bool) -> None:
+    """The next one is right."""
+    model, x = Again(nn.Linear(5, 5)) if several else Model(), torch.randn(4, 5)
+    passes, match = PASSES[name]
+    with pytest.raises(ObservationError, match=match):
         with gnsfast.per_sample_sqnorms(model, 4):
-            loss = model(torch.randn(4, 5)).sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-
-def test_two_micro_batches_in_one_block() -> None:
-    model = Model()
-    with pytest.raises(ObservationError, match="do not add up"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            for _ in range(2):
-                model(torch.randn(4, 5)).sum().backward()
-
-
-def test_no_backward() -> None:
-    model = Model()
-    with pytest.raises(ObservationError, match="No backward pass"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            loss = model(torch.randn(4, 5)).sum()
-            torch.autograd.grad(loss, list(model.parameters()))
+            passes(model, x)
+    model.zero_grad()
+    right(model, x)
 
 
 def test_double_backward_is_refused() -> None:
@@ -199,14 +219,6 @@ def test_forward_before_the_block() -> None:
     with pytest.raises(ObservationError, match="forward pass ran before the block"):
         with gnsfast.per_sample_sqnorms(model, 4):
             loss.backward()
-
-
-def test_backward_after_the_block() -> None:
-    model = Model()
-    with pytest.raises(ObservationError, match="No backward pass"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            loss = model(torch.randn(4, 5)).sum()
-    loss.backward()
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 8])
@@ -271,13 +283,9 @@ def test_cuda_without_a_kernel_is_named() -> None:
     assert dw.shape == (5, 5) and sqnorm_PB.shape == (2, 4)
 
 
-def make() -> nn.Module:
-    return Model()
-
-
 def test_weight_used_as_a_tensor_in_later_passes() -> None:
     """``audit="always"`` finds what the first pass did not have, beside older gradients too."""
-    model, x = make(), torch.randn(4, 5)
+    model, x = Model(), torch.randn(4, 5)
     run(model, x)
     with pytest.raises(ObservationError, match=r"first\.weight: .*the part that was measured"):
         with gnsfast.per_sample_sqnorms(model, 4, audit="always"):
@@ -288,7 +296,7 @@ def test_weight_used_as_a_tensor_in_later_passes() -> None:
 
 @pytest.mark.parametrize("before", ["gradients", "a hook", "verify"])
 def test_audit_is_on_in_ordinary_situations(before: str) -> None:
-    model, x = make(), torch.randn(4, 5)
+    model, x = Model(), torch.randn(4, 5)
     if before == "gradients":
         model(x).sum().backward()
     elif before == "a hook":
@@ -350,24 +358,9 @@ def test_untied_later() -> None:
     right(model, ids)
 
 
-def test_graph_of_gradients() -> None:
-    with pytest.raises(ObservationError, match="create_graph=True"):
-        model = make()
-        with gnsfast.per_sample_sqnorms(model, 4):
-            model(torch.randn(4, 5)).sum().backward(create_graph=True)
-    run(model, torch.randn(4, 5))
-
-
-def test_backward_for_given_inputs() -> None:
-    model = make()
-    with pytest.raises(ObservationError, match=r"backward\(inputs=...\)"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            model(torch.randn(4, 5)).sum().backward(inputs=list(model.parameters()))
-
-
 def test_block_entered_again() -> None:
     """Each entry has a result of its own."""
-    model = make()
+    model = Model()
     block = gnsfast.per_sample_sqnorms(model, 4)
     with block as first:
         model(torch.randn(4, 5)).sum().backward()

@@ -15,7 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks.budgets.launches import Launches  # noqa: E402
+from kernel_launches import count_launches  # noqa: E402
+
 from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
@@ -293,29 +294,10 @@ def test_whoever_comes_last(
             assert all(torch.equal(a, b) for a, b in zip(found[0], one))
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Counts a call's launches: Triton's, which do nothing, and torch's. Views and ``empty`` are
-    none.
-    """
-    from triton.runtime.interpreter import GridExecutor
-
-    def count(call: Any) -> int:
-        with Launches() as found:
-            monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: found.triton(1, 1, 1))
-            call()
-        return found.counts.total()
-
-    torch.use_deterministic_algorithms(False)  # which fills what is empty
-    return count
-
-
 @interpreted
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_launches(
-    bias: bool, transposed: bool, counted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches(bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = torch.randn(4, 70, 40), torch.randn(4, 70, 24)
     shapes = {"fused": 2, "gram": 3, "closed": 3}
     for route, launches in shapes.items():
@@ -323,15 +305,20 @@ def test_launches(
         T = {"fused": 70, "gram": 9, "closed": 1}[route]
         short = x[:, :T].contiguous(), dy[:, :T].contiguous()
         call = lambda short=short: KERNELS.linear_wgrad(*short, True, bias, transposed, F32)
-        assert counted(call) == launches, route
+        assert count_launches(call) == launches, route
     if bias:
-        assert counted(lambda: KERNELS.linear_wgrad(x, dy, False, True, False, F32)) == 2
+        assert count_launches(lambda: KERNELS.linear_wgrad(x, dy, False, True, False, F32)) == 2
     monkeypatch.setattr(outer, "linear_route", lambda *args: "fused")
     parts = [x] * 3, [dy, dy[..., :8].contiguous(), dy]
-    assert counted(lambda: KERNELS.in_projection_wgrad(*parts, True, bias, F32)) == 6
+    assert count_launches(lambda: KERNELS.in_projection_wgrad(*parts, True, bias, F32)) == 6
     shape = (40, 24) if transposed else (24, 40)
     strided = torch.randn(4, 24, 70).mT  # one copy more
-    assert counted(lambda: KERNELS.linear_wgrad(x, strided, True, bias, transposed, F32)) == 3
+    assert (
+        count_launches(lambda: KERNELS.linear_wgrad(x, strided, True, bias, transposed, F32)) == 3
+    )
     moments, constants = [torch.rand(shape), torch.rand(24)][: 1 + bias], torch.ones(1 + bias, 2)
     metric = dict(moments=moments, constants_P2=constants.double())
-    assert counted(lambda: KERNELS.linear_wgrad(x, dy, True, bias, transposed, F32, **metric)) == 2
+    assert (
+        count_launches(lambda: KERNELS.linear_wgrad(x, dy, True, bias, transposed, F32, **metric))
+        == 2
+    )

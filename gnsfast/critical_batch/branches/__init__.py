@@ -18,13 +18,13 @@ from gnsfast.critical_batch.branches.measurement import (
     averaged,
     pooled_factor,
 )
-from gnsfast.critical_batch.branches.torch_run import (
-    TorchRun,
+from gnsfast.critical_batch.branches.run_state import (
     load_state,
     random_state,
     set_random_state,
     state_of,
 )
+from gnsfast.critical_batch.branches.torch_run import TorchRun
 
 __all__ = [
     "Branch",
