@@ -12,27 +12,12 @@ import json
 import re
 import sys
 
-STEP = re.compile(
-    r"\b(?:(cp\.async\.wait_group)|(fence\.proxy\.async)|tcgen05\.mma|wgmma\.mma_async)\b"
-)
-
-
-def unfenced(ptx: str) -> list[str]:
-    """The products after a wait for copies, without a fence between them in the order of lines."""
-    found, waited = [], False
-    for line in ptx.splitlines():
-        if step := STEP.search(line):
-            if step[1] or step[2]:
-                waited = bool(step[1])
-            elif waited:
-                found.append(line.strip())
-    return found
-
 
 def main(gpu: str, pattern: str) -> None:
-    from benchmarks import compile_kernels, no_gpu
+    from benchmarks import compile_kernels, compile_reading, no_gpu
 
-    compile_kernels.read_cubin = lambda compiled, _: {"unfenced": unfenced(compiled.asm["ptx"])}
+    read = compile_reading.unfenced
+    compile_kernels.read_cubin = lambda compiled, _: {"unfenced": read(compiled.asm["ptx"])}
     device = no_gpu.pretend(gpu)
     for case in compile_kernels.cases(device):
         if case.tensor_cores and re.search(pattern, f"{case.name}, {case.dtype}"):
