@@ -5,7 +5,8 @@ linear_wgrad`` prints a JSON row for each kernel whose name has that pattern.
 
 Products reach shared memory by another path than copies and threads do (the async proxy). A wait
 for copies does not order the two paths: that takes a ``fence.proxy.async`` after it. Triton before
-3.7.1 has none, and a B200 was seen to multiply stale numbers (pytorch issue 181248).
+3.7.1 has none, and a B200 was seen to multiply stale numbers (pytorch issue 181248). Triton 3.7.1
+puts it before the wait in some kernels of attention, whose tiles have one stage for that reason.
 """
 
 import json
