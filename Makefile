@@ -18,8 +18,8 @@ TRITON_TESTS = $(LAYER_TESTS) $(if $(NOT_SLOW),--deselect=tests/functional/test_
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
 	following/test_uses.py cli/test_cli.py integrations/test_integrations_trackers.py \
 	triton_kernels/test_triton_linear.py::test_agrees_with_the_reference)
-# The launches of an sm_80 differ only where linear layers have no descriptors. Those of an sm_100 are those of an sm_90:
-# all 566 are alike in Triton's first intermediate form, and make proof compiles each kernel for it.
+# The launches of an sm_80 differ only where linear layers have no descriptors. Those of an sm_100 are those of an sm_90 in
+# Triton's first intermediate form, but for one tile, and make proof compiles each kernel for it.
 JIT_TESTS_90 := tests/reference/test_segments.py $(addprefix tests/triton_kernels/test_,triton_linear.py linear_finish.py \
 	triton_finish.py triton_layers.py triton_metric.py triton_sizes.py triton_squares.py attention_kernels.py)
 JIT_TESTS_80 := $(addprefix tests/triton_kernels/test_,triton_linear.py linear_finish.py triton_metric.py \

@@ -74,6 +74,8 @@ def linear_cases(device: Device) -> Iterator[Case]:
             for config in configs.runnable(found):
                 yield from wgrad_cases(measured, kind, config, device.tma)
     yield wgrad("fp16", configs.candidates(torch.float16, True)[0], tma=device.tma)
+    for config in configs.runnable(configs.HALF)[-2:]:  # they share a multiprocessor
+        yield wgrad("bf16", config, tma=device.tma, dw="fp64")
     yield from finish_cases()
     yield from segments_cases()
     yield from squares_cases()
@@ -116,6 +118,9 @@ def wgrad_cases(measured: str, kind: str, config: configs.Config, has_tma: bool)
         ways = [dict(aligned=True), dict(aligned=False)]
     elif "unaligned" in kind:  # a descriptor reads rows of 1000 bfloat16
         ways = [dict(tma=tma, aligned=False) for tma in ((False, True) if has_tma else (False,))]
+        if kind.startswith("half"):
+            of = torch.bfloat16, False, flags["METRIC"]
+            ways = [way for way in ways if config in configs.candidates(*of, way["tma"])]
     else:
         ways = [dict(tma=False), dict(tma=True)] if has_tma else [dict(tma=False)]
     for way, of_tiles in product(ways, sharing):
@@ -148,8 +153,10 @@ def finish_cases() -> Iterator[Case]:
         (False, True),
         (False,),  # whether dW is rounded from a float32 product
     )
+    short = ((True, 8), (True, 16))
     for dtype, weight, (bias, tokens), metric, rounded in (
         *runs,
+        *product(("bf16", "fp32"), (plain, weights[0]), short, (False,), (False,)),
         ("bf16", plain, (False, 1), False, True),
     ):
         if weight is None and not bias:
@@ -170,6 +177,7 @@ def finish_cases() -> Iterator[Case]:
             few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
             kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
         words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric + ["rounded"] * rounded
+        words += [f"of {tokens} tokens"] * ((bias, tokens) in short)
         absent += [] if rounded else ["product_ptr"]
         yield Case(
             " ".join(["linear_finish", kind, *words]),
@@ -226,6 +234,7 @@ def segments_cases() -> Iterator[Case]:
             | {"starts_ptr": "*i32", "ticket_ptr": "*i32"},
             tensor_cores=precision == "tf32" or dtype != "fp32",
             aligned=aligned,
+            maxnreg=segments.most_registers_of(config),
         )
     yield Case(
         "segment_sums",
@@ -287,7 +296,7 @@ def wgrad(
     else:
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
     mixed = flags["WHOLE"] and flags["SHARED"]
-    roomy = flags["ADD"] or (mixed and not tma)
+    roomy = flags["ADD"] or dw == "fp64" or (mixed and not tma)
     words = ["add"] * flags["ADD"] + ["metric"] * flags["METRIC"] + ["TMA"] * tma
     words += [("shared", "mixed")[flags["WHOLE"]]] * flags["SHARED"]
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)

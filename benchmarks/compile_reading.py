@@ -12,6 +12,10 @@ from benchmarks.no_gpu import TOOLS, Device
 
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
 
+STEP = re.compile(
+    r"\b(?:(cp\.async\.wait_group)|(fence\.proxy\.async)|tcgen05\.mma|wgmma\.mma_async)\b"
+)
+
 
 def read_cubin(compiled: Any, device: Device) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -28,6 +32,7 @@ def read_cubin(compiled: Any, device: Device) -> dict[str, Any]:
         "instructions": instructions(sass),
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         "touched": in_flight.touched(sass),
+        "unfenced": unfenced(compiled.asm["ptx"]),
         "noticed": len(in_flight.touched(in_flight.without_waits(sass))),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
     }
@@ -43,6 +48,18 @@ def read_amdgcn(compiled: Any, device: Device) -> dict[str, Any]:
         "unordered": unordered(text),
         "MFMA": len(re.findall(r"\bv_mfma_", text)),
     }
+
+
+def unfenced(ptx: str) -> list[str]:
+    """The products after a wait for copies, without a fence between them in the order of lines."""
+    found, waited = [], False
+    for line in ptx.splitlines():
+        if step := STEP.search(line):
+            if step[1] or step[2]:
+                waited = bool(step[1])
+            elif waited:
+                found.append(line.strip())
+    return found
 
 
 def unordered(amdgcn: str) -> int:

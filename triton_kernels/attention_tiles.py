@@ -18,7 +18,7 @@ from torch import Tensor
 from gnsfast.reference import MAX_HEAD_DIM
 from gnsfast.signatures import Parameters, Pattern
 from gnsfast.triton_kernels.configs import AMD_STAGES
-from gnsfast.triton_kernels.tiles import dot, most_registers
+from gnsfast.triton_kernels.tiles import blackwell, dot, most_registers
 
 AMD_WARPS = 4
 """Of 64 threads each, one for each of a multiprocessor's four parts: a thread then has up to 512
@@ -135,7 +135,8 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
     check_head_dim(q)
     block_d = max(16, triton.next_power_of_2(q.shape[3]))
     table = SINGLE if q.dtype == torch.float32 else LOADED if loaded else HALF
-    sizes = table[min(d for d in table if d >= block_d)]
+    width = min(d for d in table if d >= block_d)
+    sizes = table[width]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     tiles = {
         kernel: dict(zip(names, size), BLOCK_D=block_d)
@@ -148,6 +149,9 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
     elif table is SINGLE:
         for tile in tiles.values():
             tile["maxnreg"] = most_registers(tile["num_warps"])
+    elif blackwell():
+        for kernel in UNFENCED_LOADED[width] if loaded else UNFENCED_HALF[width]:
+            tiles[kernel]["num_stages"] = 1
     return tiles
 
 
@@ -170,6 +174,20 @@ SINGLE = {
     64: ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
     128: ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     256: ((16, 16, 16, 1), (16, 16, 8, 1), (16, 16, 16, 1)),
+}
+
+
+# Blackwell's tensor cores see what copies (cp.async) have written only after a fence that follows
+# the wait for the copies. Triton 3.7.1 and 3.8.0 put it before the wait in some variants of these
+# kernels, so that a product may read stale numbers. With one stage there are no copies. Of other
+# tiles more than a hundred variants were read, and none lacks a fence; those of fewer than 64 rows
+# multiply without that path (benchmarks/fences.py).
+UNFENCED_HALF: dict[int, tuple[str, ...]] = {64: ("keys",), 128: (), 256: ("forward",)}
+UNFENCED_LOADED: dict[int, tuple[str, ...]] = {
+    32: ("forward", "queries", "keys"),
+    64: ("queries",),
+    128: ("forward", "queries"),
+    256: (),
 }
 
 

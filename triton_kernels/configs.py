@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from gnsfast.triton_kernels.tiles import INTERPRETED, most_registers, tf32_allowed
+from gnsfast.triton_kernels.tiles import INTERPRETED, blackwell, most_registers, tf32_allowed
 
 GROUP_O = 8
 """Rows of tiles that run together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
@@ -53,8 +53,8 @@ class Config:
 # Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
 # Under a metric √P is a third tile in registers. With these options no tile here spills a register
 # on sm_80 to sm_100, gfx90a and gfx942, by Triton 3.7; tests/triton_kernels/test_triton_compile.py
-# compiles them all, prints the tables and names the one exception, 48 bytes under a metric. By
-# pointers the first tile spills 16 to 24 bytes on sm_120.
+# compiles them all and prints the tables. By pointers the first tile spills 16 to 24 bytes on
+# sm_120.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -65,7 +65,11 @@ HALF = (
 NARROWER = (Config(64, 128, 64, 8, 3), Config(128, 64, 32, 8, 3))
 TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
 NARROW = (Config(128, 64, 32, 8, 2),)
-SMALL = (Config(64, 64, 32, 8, 2),)
+WIDE = (Config(64, 128, 32, 8, 2),)
+SMALL = (Config(64, 64, 32, 8, 2, 2),)
+
+ON_BLACKWELL = "half, unaligned, by TMA on Blackwell"
+"""There ``NARROW`` spills 48 bytes under a metric; ``WIDE`` spills as much elsewhere."""
 
 CANDIDATES = {
     "plain": {
@@ -78,7 +82,8 @@ CANDIDATES = {
     "metric": {
         "half": NARROWER,
         "half, unaligned": NARROW,
-        "tf32": (*NARROW, Config(64, 128, 32, 8, 2)),
+        ON_BLACKWELL: WIDE,
+        "tf32": (*NARROW, *WIDE),
         "tf32, unaligned": NARROW,
         "float32": NARROW,
     },
@@ -92,12 +97,16 @@ AMD_STAGES = 2
 A block has 64 KiB on gfx90a and gfx942."""
 
 
-def candidates(dtype: torch.dtype, aligned: bool, metric: bool = False) -> tuple[Config, ...]:
+def candidates(
+    dtype: torch.dtype, aligned: bool, metric: bool = False, tma: bool = False
+) -> tuple[Config, ...]:
     """The row of ``CANDIDATES`` for inputs of this dtype, as the device can run it."""
     measured = "metric" if metric else "plain"
     if dtype == torch.float32 and not tf32_allowed():
         return runnable(CANDIDATES[measured]["float32"])
     multiplied = "tf32" if dtype == torch.float32 else "half"
+    if multiplied == "half" and metric and tma and not aligned and blackwell():
+        return CANDIDATES[measured][ON_BLACKWELL]
     return runnable(CANDIDATES[measured][multiplied + ("" if aligned else ", unaligned")])
 
 

@@ -46,10 +46,10 @@ def config(D: int) -> dict[str, Any]:
 
 def finish_config(squares: int) -> dict[str, int]:
     """For samples of so many squares: a long one, or many short ones in a program."""
-    length = 16
-    while length < min(SQUARES, squares):
-        length *= 4  # few variants to compile
-    return {"BLOCK_B": max(1, SQUARES // 2 // length), "BLOCK_T": length, "num_warps": 8}
+    length = next(n for n in (16, 64, 256, 1024, SQUARES) if n >= min(SQUARES, squares))
+    samples = max(1, SQUARES // 2 // length)  # of which few programs have all
+    most = most_registers(8) if samples > 1 else None  # ptxas would spill for a second program
+    return known({"BLOCK_B": samples, "BLOCK_T": length, "num_warps": 8, "maxnreg": most})
 
 
 @triton.jit(do_not_specialize=["tickets", "N", "T", "B"])

@@ -123,9 +123,9 @@ def plan(
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
-    # Programs of a multiprocessor; without a limit ptxas spills up to 24 bytes for one more. Short
-    # samples of float32 would spill with any.
-    resident = 2 if metric else 4 if options["BLOCK_T"] == ROWS else 1
+    # Programs of a multiprocessor; without a limit ptxas spills up to 24 bytes for one more. The
+    # shortest samples would spill in float32 with any.
+    resident = 2 if metric else {ROWS: 4, ROWS // 2: 3, ROWS // 4: 3}.get(options["BLOCK_T"], 1)
     registers = most_registers(resident * WARPS) if bias is not None and resident > 1 else None
     launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
     return Finish(launch, floats, tickets, sizes)

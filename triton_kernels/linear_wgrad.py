@@ -231,7 +231,10 @@ def fused(
     x, dy = operand(x_BTI), operand(dy_BTO)
     strides, measured = bias_strides(bias), metric is not None
     of_rows = rows.stride(0)
-    how = launches(x, dy, config, programs, strides, of_rows, add, measured, precision(x.dtype))
+    roomy = add or dw_OI.dtype.itemsize > 4
+    how = launches(
+        *(x, dy, config, programs, strides, of_rows, add, roomy, measured, precision(x.dtype))
+    )
     work, tickets = memory(x_BTI, how.ending)
     if how.tma:
         x_blocks = descriptor(x_BTI, config.block_t, config.block_i)
@@ -259,6 +262,7 @@ def launches(
     bias: tuple[int, int, int] | None,
     row_stride: int,
     add: bool,
+    roomy: bool,
     metric: bool,
     multiplied: str,
 ) -> Launches:
@@ -293,6 +297,6 @@ def launches(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.registers(roomy=add or (whole and shared and not tma)),
+        maxnreg=config.registers(roomy or (whole and shared and not tma)),
     )
     return Launches(product, ending, tma)

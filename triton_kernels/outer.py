@@ -153,7 +153,7 @@ def fused_wgrad(
         how = reading(operand(x), operand(dy), tf32)
     if config is None:
         (B, T, I), O = x.shape, dy.shape[2]
-        configs = candidates(x.dtype, how.aligned, metric is not None)
+        configs = candidates(x.dtype, how.aligned, metric is not None, how.tma)
         lengths = (triton.next_power_of_2(n) for n in (B, T))
         key = ("linear_wgrad", *lengths, I, O, x.dtype, dw_OI.dtype, how.tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)

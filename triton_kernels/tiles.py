@@ -78,6 +78,15 @@ def tf32_allowed() -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
 
 
+def blackwell() -> bool:
+    """Whether the current device has Blackwell's tensor cores (capability 10.x), which read their
+    blocks from shared memory by a path of their own.
+    """
+    if INTERPRETED or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability()[0] == 10
+
+
 def check_dtypes(op: str, *tensors: Tensor, one: bool = True) -> None:
     """Raise for tensors of a dtype that no kernel takes, or with ``one`` of several dtypes. The
     error names the operator and the remedy.

@@ -160,42 +160,41 @@ inline void write(const LinearWgrad& call, int64_t first, int rows, int columns,
 inline void run(Work& work, int index, char* memory) {
   const LinearWgrad& call = work.call;
   const Side &left = call.left, &right = call.right;
-  const Block block = block_of(work.grid, index);
+  const Block block = block_of(work, index);
   const Memory at = memory_of(work, memory);
   const Sums left_sums = sums_of(work, index, true, at.left_sums);
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
-  const int64_t top = int64_t{kTile} * block.top;
-  const int64_t bottom = std::min(left.N, int64_t{kTile} * block.bottom);
-  const int64_t begin = int64_t{kTile} * block.left;
-  const int64_t end = std::min(right.N, int64_t{kTile} * block.right);
   const amx::Tiles tiles;
 
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Bfloat16*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Bfloat16*>(right.data) + chunk.right_at;
     const int steps = times(chunk.tokens, kTile);
-    pack_panels<true>(left_data + top * left.stride_n, left, chunk.tokens, bottom - top, at.left);
-    for (int64_t o = top; left_sums.total && o < bottom; o += kTile) {
-      add_panel(left_data + o * left.stride_n, left, chunk, count(bottom, o, kTile), at.panel,
-                left_sums, o - top);
+    pack_panels<true>(left_data + block.top * left.stride_n, left, chunk.tokens,
+                      block.bottom - block.top, at.left);
+    for (int64_t o = block.top; left_sums.total && o < block.bottom; o += kTile) {
+      add_panel(left_data + o * left.stride_n, left, chunk, count(block.bottom, o, kTile), at.panel,
+                left_sums, o - block.top);
     }
     left_sums.end_chunk(chunk);
     Squares found;
-    for (int64_t i = begin; i < end; i += kTile) {
-      const int columns = count(end, i, kTile);
+    for (int64_t i = block.left; i < block.right; i += kTile) {
+      const int columns = count(block.right, i, kTile);
       const Bfloat16* const from = right_data + i * right.stride_n;
-      const int64_t in_group = (i - begin) % kGroup;
+      const int64_t in_group = (i - block.left) % kGroup;
       if (!in_group) {
-        pack_panels<false>(from, right, chunk.tokens, std::min<int64_t>(kGroup, end - i), at.right);
+        pack_panels<false>(from, right, chunk.tokens, std::min<int64_t>(kGroup, block.right - i),
+                           at.right);
       }
       if (right_sums.total) {
-        add_panel(from, right, chunk, columns, at.panel, right_sums, i - begin);
+        add_panel(from, right, chunk, columns, at.panel, right_sums, i - block.left);
       }
-      for (int64_t o = top; o < bottom; o += kTile) {
-        const int rows = count(bottom, o, kTile);
-        const int64_t beside = (i - begin) * work.grid.tallest * kTile + (o - top) * kTile;
+      for (int64_t o = block.top; o < block.bottom; o += kTile) {
+        const int rows = count(block.bottom, o, kTile);
+        const int64_t down = o - block.top, across = i - block.left;
+        const int64_t beside = across * work.grid.tallest * kTile + down * kTile;
         const int64_t first = o * call.row_step + i * call.column_step;
-        multiply(at.left + (o - top) * steps * kTile, at.right + in_group * steps * kTile, steps,
+        multiply(at.left + down * steps * kTile, at.right + in_group * steps * kTile, steps,
                  at.tile);
         float* const part = at.parts + beside;
         for (int k = 0; chunk.resume && k < kSquare; k += kLanes) {

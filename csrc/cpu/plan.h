@@ -40,9 +40,9 @@ struct Tile {
   float* root = nullptr;  // √P, or null
 };
 
-// Panels of left and of right.
+// Columns of left, which are rows of dW, and columns of right.
 struct Block {
-  int top, bottom, left, right;
+  int64_t top, bottom, left, right;
 };
 
 struct Grid {
@@ -132,11 +132,17 @@ inline float root_of(const Metric& metric, int64_t k) {
   return 1 / std::sqrt(std::sqrt(metric.v[k]) * metric.s + metric.eps);
 }
 
-inline Block block_of(const Grid& grid, int index) {
-  const int64_t i = index / grid.in_columns, k = index % grid.in_columns;
-  const auto cut = [](int64_t panels, int64_t at, int parts) { return int(panels * at / parts); };
-  return {cut(grid.rows, i, grid.in_rows), cut(grid.rows, i + 1, grid.in_rows),
-          cut(grid.columns, k, grid.in_columns), cut(grid.columns, k + 1, grid.in_columns)};
+// Whole panels, but for the last ones of each side.
+inline Block block_of(const Work& work, int index) {
+  const Grid& grid = work.grid;
+  const auto row = [&](int64_t at) {
+    return std::min(work.call.left.N, grid.rows * at / grid.in_rows * work.kernel.rows);
+  };
+  const auto column = [&](int64_t at) {
+    return std::min(work.call.right.N, grid.columns * at / grid.in_columns * work.kernel.columns);
+  };
+  const int i = index / grid.in_columns, k = index % grid.in_columns;
+  return {row(i), row(i + 1), column(k), column(k + 1)};
 }
 
 inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
@@ -216,20 +222,19 @@ struct Cut {
 // Those of one side, where a block is the one to add them.
 inline Sums sums_of(Work& work, int index, bool left, double* memory) {
   const LinearWgrad& call = work.call;
-  const Block block = block_of(work.grid, index);
+  const Block block = block_of(work, index);
   const bool bias = call.db && call.bias_of_right != left;
   if ((left ? block.left : block.top) > 0 || !(bias || work.closed)) return {};
   const int width = left ? work.kernel.rows : work.kernel.columns;
-  const int columns = width * (left ? block.bottom - block.top : block.right - block.left);
-  const int64_t first = int64_t{width} * (left ? block.top : block.left);
+  const int64_t first = left ? block.top : block.left;
   Sums sums{};
   sums.squares = memory;
   sums.total = sums.squares + kSquares * work.samples;
-  sums.carried = sums.total + columns;
+  sums.columns = static_cast<int>((left ? block.bottom : block.right) - first);
+  sums.carried = sums.total + times(sums.columns, width) * width;
   std::fill(sums.squares, sums.carried, 0.0);
   sums.found = work.found(index, left ? kLeft : kRight);
   sums.weighed = work.found(index, kBiasWeighed);
-  sums.columns = count((left ? call.left : call.right).N, first, columns);
   if (bias) sums.db = call.db + first;
   if (bias && call.bias.v) sums.root = work.bias_root.data() + first;
   return sums;

@@ -142,60 +142,57 @@ template <class Packed, class Element>
 void walk(Work& work, int index, char* memory) {
   const LinearWgrad& call = work.call;
   const Side &left = call.left, &right = call.right;
-  const Block block = block_of(work.grid, index);
+  const Block block = block_of(work, index);
   const Memory at = memory_of(work, memory);
   const Sums left_sums = sums_of(work, index, true, at.left_sums);
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
-  const int64_t top = int64_t{kRows} * block.top;
-  const int64_t bottom = std::min(left.N, int64_t{kRows} * block.bottom);
-  const int64_t begin = int64_t{kColumns} * block.left;
-  const int64_t end = std::min(right.N, int64_t{kColumns} * block.right);
 
   // A right panel that one tile reads is not worth packing.
   const bool packed = !std::is_same_v<Element, float> || right.stride_n != 1 ||
-                      bottom - top > kRows || right_sums.total;
+                      block.bottom - block.top > kRows || right_sums.total;
   // A group fills the first-level cache, which few tiles would not refill with what they take.
-  const int64_t group = bottom - top > 4 * kRows ? kGroup : kColumns;
+  const int64_t group = block.bottom - block.top > 4 * kRows ? kGroup : kColumns;
 
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
     const int packed_rows = times(chunk.tokens, Packed::kTokens);
-    pack_panels<Packed, kRows, false>(left_data + top * left.stride_n, left, chunk.tokens,
-                                      bottom - top, at.left_panels);
-    for (int64_t o = top; left_sums.total && o < bottom; o += kRows) {
-      with_rows(count(bottom, o, kRows), [&](auto rows) {
-        const float* panel = at.left_panels + (o - top) * packed_rows;
+    pack_panels<Packed, kRows, false>(left_data + block.top * left.stride_n, left, chunk.tokens,
+                                      block.bottom - block.top, at.left_panels);
+    for (int64_t o = block.top; left_sums.total && o < block.bottom; o += kRows) {
+      with_rows(count(block.bottom, o, kRows), [&](auto rows) {
+        const float* panel = at.left_panels + (o - block.top) * packed_rows;
         if constexpr (Packed::kTokens > 1) {
           pack_numbers<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, at.panel);
           panel = at.panel;
         }
-        add_tokens<rows>(panel, chunk, left_sums, o - top);
+        add_tokens<rows>(panel, chunk, left_sums, o - block.top);
       });
     }
     left_sums.end_chunk(chunk);
     Squares found;
-    for (int64_t i = begin; i < end; i += kColumns) {
-      const int columns = count(end, i, kColumns);
+    for (int64_t i = block.left; i < block.right; i += kColumns) {
+      const int columns = count(block.right, i, kColumns);
       const Element* from = right_data + i * right.stride_n;
       const bool pack_this = packed || columns < kColumns;
-      const int64_t in_group = packed ? (i - begin) % group : 0;
+      const int64_t in_group = packed ? (i - block.left) % group : 0;
       if (pack_this && !in_group) {
-        pack_panels<Packed, kColumns, true>(from, right, chunk.tokens, std::min(group, end - i),
-                                            at.right_panels);
+        pack_panels<Packed, kColumns, true>(from, right, chunk.tokens,
+                                            std::min(group, block.right - i), at.right_panels);
       }
       const float* const panel = at.right_panels + in_group * packed_rows;
       if (Packed::kTokens > 1 && right_sums.total) {
         pack_numbers<kColumns>(from, right, chunk.tokens, columns, at.panel);
-        add_tokens<kColumns>(at.panel, chunk, right_sums, i - begin);
+        add_tokens<kColumns>(at.panel, chunk, right_sums, i - block.left);
       } else if (right_sums.total) {
-        add_tokens<kColumns>(panel, chunk, right_sums, i - begin);
+        add_tokens<kColumns>(panel, chunk, right_sums, i - block.left);
       }
-      for (int64_t o = top; o < bottom; o += kRows) {
-        const int rows = count(bottom, o, kRows);
-        const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
+      for (int64_t o = block.top; o < block.bottom; o += kRows) {
+        const int rows = count(block.bottom, o, kRows);
+        const int64_t down = o - block.top, across = i - block.left;
+        const int64_t beside = across * work.grid.tallest * kRows + down * kColumns;
         const int64_t first = o * call.row_step + i * call.column_step;
-        Tile tile{at.left_panels + (o - top) * packed_rows, panel, packed_rows, kColumns,
+        Tile tile{at.left_panels + down * packed_rows, panel, packed_rows, kColumns,
                   call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);

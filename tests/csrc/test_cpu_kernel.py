@@ -184,8 +184,8 @@ BUGS = {
         "call.starts ? b * left.stride_t",
     ),
     "the last panel belongs to no block": (
-        "cut(grid.rows, i + 1, grid.in_rows)",
-        "cut(grid.rows - 1, i + 1, grid.in_rows)",
+        "grid.rows * at / grid.in_rows",
+        "(grid.rows - 1) * at / grid.in_rows",
     ),
     "two threads share their memory": (
         "shared.memory + thread * shared.each",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that lack what others have: the kernels that are launched there can be compiled."""
+"""Devices that lack what others have: the kernels that are launched there can be compiled. And
+those for which Triton makes other code: they take other tiles.
+"""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ from second_moments import coarse_products
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from gnsfast.triton_kernels import tiles  # noqa: E402
+from gnsfast.signatures import Parameters, Pattern
+from gnsfast.triton_kernels import attention_tiles, configs, tiles  # noqa: E402
 
 pytestmark = pytest.mark.source
 
@@ -34,6 +38,68 @@ def test_tf32_only_where_it_exists(
     with coarse_products():
         assert tiles.precision(torch.float32) == ("tf32" if capability == (8, 0) else "ieee")
         assert tiles.precision(torch.bfloat16) == "ieee"
+
+
+ONE_STAGE = {  # of a causal attention with sinks, and of one with a mask, by head dim
+    (16, False): {"keys"},
+    (64, False): {"keys"},
+    (128, False): set(),
+    (256, False): {"forward", "queries", "keys"},
+    (16, True): {"forward", "queries", "keys"},
+    (64, True): {"queries"},
+    (128, True): {"forward", "queries"},
+    (256, True): {"queries", "keys"},
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Pretend that there is one of such a capability, of NVIDIA's."""
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+    def pretend(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    return pretend
+
+
+def stages(D: int, masked: bool) -> dict[str, int]:
+    """Of the attention's kernels in bfloat16."""
+    learned = Parameters(torch.ones(2), None, None, None)
+    pattern = Pattern(torch.ones(1) if masked else None, None, True, 1.0, 0, 0)
+    q = torch.empty(1, 2, 9, D, dtype=torch.bfloat16)
+    found = attention_tiles.config(learned, pattern, q)
+    return {kernel: tile["num_stages"] for kernel, tile in found.items()}
+
+
+@pytest.mark.parametrize(("D", "masked"), ONE_STAGE)
+def test_attention_without_copies_on_blackwell(
+    D: int, masked: bool, gpu: Callable[[tuple[int, int]], None]
+) -> None:
+    """Where Triton's fence is before the wait for copies: see ``UNFENCED_HALF``."""
+    of: dict[tuple[int, int], dict[str, int]] = {}
+    for capability in ((9, 0), (10, 0), (10, 3), (12, 0)):
+        gpu(capability)
+        of[capability] = stages(D, masked)
+    assert of[10, 0] == of[10, 3] and of[9, 0] == of[12, 0]
+    assert {kernel for kernel, found in of[10, 0].items() if found == 1} == ONE_STAGE[D, masked]
+    more = {kernel: found for kernel, found in of[10, 0].items() if found > 1}
+    assert more.items() <= of[9, 0].items()
+
+
+def test_metric_of_unaligned_rows(gpu: Callable[[tuple[int, int]], None]) -> None:
+    """One tile spills on Blackwell where descriptors read, the other elsewhere."""
+    half = torch.bfloat16, False, True
+    for capability, tma, found in (
+        ((10, 0), True, configs.WIDE),
+        ((10, 0), False, configs.NARROW),
+        ((9, 0), True, configs.NARROW),
+    ):
+        gpu(capability)
+        assert configs.candidates(*half, tma) == found
+    gpu((10, 0))
+    assert configs.candidates(torch.bfloat16, False, False, True) == configs.NARROW
 
 
 CALL = """
