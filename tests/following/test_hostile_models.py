@@ -924,3 +924,47 @@ def test_a_weight_of_the_loss(mean: bool) -> None:
         gnsfast.per_sample_sqnorms(model, 4),
     ):
         (torch.exp(-model.log) * per_sample(model(x)).mean() + model.log).backward()
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count, self.seen = torch.zeros(()), 0, list[float]()
+
+    def add(self, value: Tensor) -> None:
+        self.total += value
+        self.count += 1
+        self.seen.append(float(value))
+
+
+class Accumulates(nn.Module):
+    """Adds a loss to an attribute, which the user sets to zero, and counts in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.meter = linear(), linear(), Meter()
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.aux += h.square().sum()
+        self.meter.add(h.detach().mean())
+        y: Tensor = self.b(h.tanh())
+        return y
+
+
+def test_a_loss_that_is_added_to_an_attribute() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        model.aux = torch.zeros(())
+        return per_sample(model(x)).sum() + model.aux
+
+    model, plain = Accumulates(), Accumulates()
+    plain.load_state_dict(model.state_dict())
+    for k in range(4):
+        x = torch.randn(4, 6, D)
+        loss(plain, x).backward()
+        with gnsfast.per_sample_sqnorms(model, 4) as norms:
+            loss(model, x).backward()
+        assert len(norms) == 4 and model.meter.count == plain.meter.count == k + 1
+        assert model.meter.seen == plain.meter.seen and model.meter.total == plain.meter.total
+        for p, own in zip(plain.parameters(), model.parameters()):
+            torch.testing.assert_close(own.grad, p.grad, rtol=1e-4, atol=1e-5)
