@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gnsfast.following.passes import Passes
@@ -11,24 +12,26 @@ from gnsfast.following.structure import Structure
 
 
 class Later:
-    """The batches after the first one: those that follow it prove the norms again if it gave a
-    parameter no gradient, later ones if one has got its first gradient, and any of another size,
-    or for another mode of the model.
+    """The batches after the first one. One of another size, or for another mode of the model,
+    proves the norms again, and so does one after the first gradient of a parameter that had none.
+    Of the others the second, fourth, eighth, and so on show whether samples still do not meet.
 
-    ``wrong`` are the parameters that they have shown to be wrong, with the reason.
+    ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
+    number of this batch.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
         self._structure, self._passes = structure, passes
         self.wrong: dict[str, str] = {}
-        self._again = self._late = AGAIN
+        self.count = 0
         self._proven: set[Any] = set()
+        self._reached: set[str] = set()
         self._first: list[float] = []
         self._now: list[float] = []
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
-        self._first = self._sizes(given)
+        self._first, self.count = self._sizes(given), 1
         self._proven = {self._kind(self._first)}
         self.see(given)
 
@@ -43,25 +46,25 @@ class Later:
         for leaf in self._structure.leaves:
             leaf.growth = growth
 
-    def are_due(self, proof: Proof) -> bool:
-        """Whether the batch of the open block is to prove again what ``proof`` says."""
-        kind = self._kind(self._now)
-        other = kind not in self._proven and len(self._proven) <= AGAIN
-        again = self._again and proof.unproven
-        late = not again and self._late and self._has_first_gradient(proof)
-        if not (other or again or late):
-            return False
-        self._again, self._late = self._again - bool(again), self._late - bool(late)
-        self._proven.add(kind)
-        return True
+    def is_new(self, proof: Proof) -> bool:
+        """Whether the batch of the open block shows what no batch has shown that has proven it."""
+        self.count += 1
+        kind, reached = self._kind(self._now), self._reached_since(proof)
+        is_other = kind not in self._proven and len(self._proven) <= SEVERAL
+        if is_other:
+            self._proven.add(kind)
+        self._reached |= reached
+        return is_other or bool(reached)
 
-    def added(self, proof: Proof, found: Proof) -> Proof:
-        """``proof`` after one of them has ``found`` more."""
-        self.wrong |= found.wrong
-        after = proof.later(found)
-        if after.silent < proof.silent:  # more gates may open
-            self._late = AGAIN
-        return after
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to show that samples do not meet. After n batches log2(n) have done so."""
+        return self.count & (self.count - 1) == 0
+
+    def some_of(self, samples: int) -> Tensor:
+        """Which half of the samples have a part in its loss. It is another one each time."""
+        chance = torch.Generator().manual_seed(self.count)
+        return torch.randperm(samples, generator=chance, device="cpu") < samples // 2
 
     def fail_wrong(self) -> None:
         """Note in the open pass which parameters they have shown to be wrong."""
@@ -78,11 +81,14 @@ class Later:
         """What tells a batch from those that have proven it."""
         return self._structure.model.training, self._passes.asked.samples, *sizes
 
-    def _has_first_gradient(self, proof: Proof) -> bool:
-        """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
+    def _reached_since(self, proof: Proof) -> set[str]:
+        """The parameters that had no gradient when they were to be proven, and got their first one
+        in the last pass.
+        """
         B, last = self._passes.last or (0, {})
-        return any(leaf.name in proof.silent and rows[0, :B].any() for leaf, rows in last.items())
+        names = proof.unproven - self._reached
+        return {leaf.name for leaf in last if leaf.name in names and last[leaf][0, :B].any()}
 
 
-AGAIN = 2
-"""So many later batches prove it again for each reason, and more while they show more."""
+SEVERAL = 2
+"""So many other sizes and modes prove it again."""

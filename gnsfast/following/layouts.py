@@ -69,6 +69,10 @@ class Layout(NamedTuple):
             return rows.select(self.dim + 1, b)
         return t.narrow(self.dim, b * each, each)
 
+    def alone(self, t: Tensor, b: int, B: int) -> Tensor:
+        """``t`` with zeros in the place of all samples but b."""
+        return t.masked_fill(self.owners(t.shape, B, t.device) != b, 0.0)
+
 
 class Chosen(NamedTuple):
     """Dimension 0 holds rows that the data have chosen, as before an expert. ``owner_N`` is the
@@ -80,6 +84,10 @@ class Chosen(NamedTuple):
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's rows."""
         return t[self.owner_N == b]
+
+    def alone(self, t: Tensor, b: int, B: int) -> Tensor:
+        """``t`` with zeros in the place of all rows but those of sample b."""
+        return t.masked_fill((self.owner_N != b).view(-1, *[1] * (t.ndim - 1)), 0.0)
 
 
 class Owned(NamedTuple):
