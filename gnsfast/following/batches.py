@@ -356,7 +356,8 @@ class Batches:
     def _trial(self) -> Trial | None:
         """What is proven with the batch of the open block."""
         model, samples = self._structure.model, self._passes.asked.samples
-        batch = Example.of(*self._block.batch, samples, self._lists)
+        args, kwargs = self._block.batch
+        batch = Example.of(args, kwargs, samples, self._lists)
         if batch is None:
             return None
         assert self._learned is not None

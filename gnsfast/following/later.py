@@ -14,7 +14,7 @@ from gnsfast.following.structure import Structure
 class Later:
     """The batches after the first one. One of another size, or for another mode of the model,
     proves the norms again, and so does one after the first gradient of a parameter that had none.
-    Of the others the second, fourth, eighth, and so on show whether samples still do not meet.
+    Of the others number 2, 8, 32, and so on show whether samples still do not meet.
 
     ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
     number of this batch.
@@ -58,8 +58,9 @@ class Later:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to show that samples do not meet. After n batches log2(n) have done so."""
-        return self.count & (self.count - 1) == 0
+        """Whether it is to show that samples do not meet. Of n batches log4(n) do so."""
+        bits = self.count.bit_length()
+        return bits % 2 == 0 and self.count == 1 << bits - 1
 
     def some_of(self, samples: int) -> Tensor:
         """Which half of the samples have a part in its loss. It is another one each time."""
