@@ -354,11 +354,11 @@ class Batches:
                 self._later.wrong |= meeting(self._structure, self._passes, trial, some_B)
 
     def _trial(self) -> Trial | None:
-        """What is proven with the batch of the open block."""
+        """What is proven with the batch of the open block, if that has not been through backward."""
         model, samples = self._structure.model, self._passes.asked.samples
         args, kwargs = self._block.batch
         batch = Example.of(args, kwargs, samples, self._lists)
-        if batch is None:
+        if batch is None or self._passes.is_reached:
             return None
         assert self._learned is not None
         run, leaves = self._called(model), self._structure.leaves

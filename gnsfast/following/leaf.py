@@ -170,8 +170,9 @@ class Leaf:
         for step in steps:
             first = self.by_name.setdefault(step.name, step)
             if not first.is_like(step):  # only its place in the order tells which it is
-                # Without data a function has no layout that another one's could be taken for.
-                self.is_ordered |= any(step.arguments) or step.is_use or first.is_use
+                # What has no samples has no layout that another one's could be taken for.
+                copies = (isinstance(p, Layout) for p in (*step.results, *first.results))
+                self.is_ordered |= any(step.arguments) or any(copies)
                 lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
