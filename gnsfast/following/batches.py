@@ -350,11 +350,11 @@ class Batches:
         """See whether samples meet in this batch."""
         if (trial := self._trial()) is not None:
             with self._looking(trial.leaves):
-                some_B = self._later.some_of(trial.batch.n)
-                self._later.wrong |= meeting(self._structure, self._passes, trial, some_B)
+                some = self._later.some_of(trial.batch.n)
+                self._later.wrong |= meeting(self._structure, self._passes, trial, some)
 
     def _trial(self) -> Trial | None:
-        """What is proven with the batch of the open block, if that has not been through backward."""
+        """What is proven with the batch of the open block, before a backward pass of it."""
         model, samples = self._structure.model, self._passes.asked.samples
         args, kwargs = self._block.batch
         batch = Example.of(args, kwargs, samples, self._lists)

@@ -7,8 +7,8 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, fill_probes, gradients
 from gnsfast.following.structure import Structure
-from gnsfast.functional import Documents
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
 from gnsfast.tensors import map_tensors, tensors_of, whole
@@ -95,7 +94,7 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     found = _compared(structure, passes, trial, ALONE)
     is_small = trial.batch.n <= trial.example.n  # then all samples had a part in the loss
     if structure.on_any(found.reason == DRAWS or (not found.reason and is_small)):
-        first = torch.arange(trial.batch.n, device="cpu") < min(trial.example.n, trial.batch.n - 1)
+        first = range(min(trial.example.n, trial.batch.n - 1))
         found = found._replace(wrong=found.wrong | meeting(structure, passes, trial, first))
     if found.reason == DRAWS:
         own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
@@ -133,7 +132,9 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         drew = structure.on_any(structure.chance() != before)
         if drew and how != TOGETHER:  # a sample alone draws other numbers
             return Proof(DRAWS)
-        weighed = [] if how == LOSS else _weighed(results, learned.results, B, example.n)
+        weighed = (
+            [] if how == LOSS else _weighed(results, learned.results, B, range(min(example.n, B)))
+        )
         if structure.on_any(not weighed):
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
             if structure.on_any(not weighed):
@@ -197,16 +198,15 @@ class Weighed(NamedTuple):
 
 
 def _weighed(
-    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: int
+    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: Sequence[int]
 ) -> list[Weighed]:
-    """The results that belong to single samples, with random weights for the first ``samples``."""
+    """The results that belong to single samples, with random weights for some ``samples``."""
     found = []
     for k, (t, place) in enumerate(zip(results, places)):
         if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, batch):
             continue
-        parts = [place.of_sample(t, b, batch) for b in range(min(samples, batch))]
-        own = {b: torch.randn(p.shape, device=t.device).to(t.dtype) for b, p in enumerate(parts)}
-        found.append(Weighed(k, place, own))
+        parts = {b: place.of_sample(t, b, batch) for b in samples}
+        found.append(Weighed(k, place, {b: torch.randn_like(part) for b, part in parts.items()}))
     return found
 
 
@@ -225,46 +225,39 @@ def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([p.to(parts[0].device) for p in parts]).sum()
 
 
-Owned = Callable[[Tensor, Place], "tuple[Tensor, Tensor] | None"]
-"""A result of the model, perhaps in another shape, and for each of its entries, or of its rows, the
-number of its sample; None if they belong to none.
-"""
-
-
-def meeting(structure: Structure, passes: Passes, trial: Trial, part_B: Tensor) -> dict[str, str]:
-    """The parameters of which samples have a norm in a loss of others, those in ``part_B``, with
+def meeting(
+    structure: Structure, passes: Passes, trial: Trial, samples: Sequence[int]
+) -> dict[str, str]:
+    """The parameters of which other samples have a norm in a loss of some ``samples`` alone, with
     the reason.
     """
     _, run, leaves, batch, _, learned = trial
     B, own = batch.n, batch.replaced(-1)
-
-    def owned(t: Tensor, place: Place) -> tuple[Tensor, Tensor] | None:
-        if isinstance(place, Layout) and place.fits(t.shape, B):
-            return t, place.owners(t.shape, B, t.device)
-        return None
-
     with structure.as_it_was():
         passes.begin(Asked(B), leaves)
-        results = zip(tensors_of(run(*own.args, **own.kwargs)), learned.results)
-        found = _meeting(structure, passes, leaves, B, results, owned, part_B)
+        results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
+        weighed = _weighed(results, learned.results, B, samples)
+        parts = [part for w in weighed for part in w.parts(results, B)]
+        others = [b for b in range(B) if b not in samples]
+        found = _with_norms(structure, passes, leaves, parts, others)
     return dict.fromkeys(found, MIXED) | _failed(leaves)
 
 
 def refuse_mixed_documents(
     structure: Structure, passes: Passes, args: Any, kwargs: Any, places: Sequence[Place]
 ) -> None:
-    """Raise if packed documents attend to each other."""
-    leaves, model, asked = structure.leaves, structure.model, passes.asked
-    assert asked.documents is not None
-    owned = partial(_owned_by_documents, documents=asked.documents, rows=leaves[0].rows)
-    for first in (0, 1):
-        part_S = torch.arange(asked.samples, device="cpu") % 2 == first
+    """Raise if packed documents attend to each other: a loss of every second document must give the
+    others no gradient.
+    """
+    asked, leaves, model = passes.asked, structure.leaves, structure.model
+    for k in (0, 1):
         with structure.as_it_was():
             passes.begin(asked._replace(facts={}))
             given, named = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-            results = tensors_of(model(*given, **named))
-            placed = zip(results, [*places, *[FIRST] * len(results)])
-            found = _meeting(structure, passes, leaves, asked.samples, placed, owned, part_S)
+            placed = zip_longest(tensors_of(model(*given, **named)), places, fillvalue=FIRST)
+            rows = [_rows_of_documents(t, place, asked, leaves[0].rows, k) for t, place in placed]
+            parts = [(t, torch.randn_like(t)) for t in rows if t is not None]
+            found = _with_norms(structure, passes, leaves, parts, slice(1 - k, None, 2))
         lost = {*_failed(leaves), *(leaf.name for leaf in leaves if leaf.left_out)}
         for name in (name for name in found if name not in lost):
             raise ObservationError(
@@ -275,46 +268,41 @@ def refuse_mixed_documents(
             )
 
 
-def _owned_by_documents(
-    t: Tensor, place: Place, documents: Documents, rows: int
-) -> tuple[Tensor, Tensor] | None:
-    """The rows of a result, and the document of each; None if it does not hold the tokens."""
-    if not isinstance(place, Layout):
+def _rows_of_documents(t: Any, place: Any, asked: Asked, rows: int, k: int) -> Tensor | None:
+    """The rows of every second document in a result, from number ``k`` on; None if it does not hold
+    the tokens.
+    """
+    documents = asked.documents
+    assert documents is not None
+    if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
         return None
     if rows > 1 and place.fits(t.shape, rows):
         t = place.samples_first(t, rows)
-    if all(t.shape[:k].numel() != documents.tokens for k in range(1, t.ndim + 1)):
+    if all(t.shape[:d].numel() != documents.tokens for d in range(1, t.ndim + 1)):
         return None
     numbers = torch.arange(documents.tokens, device=t.device)
     document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
-    return t.reshape(documents.tokens, -1), document_N[:, None]
+    return t.reshape(documents.tokens, -1)[document_N % 2 == k]
 
 
-def _meeting(
+def _with_norms(
     structure: Structure,
     passes: Passes,
     leaves: list[Leaf],
-    samples: int,
-    results: Iterable[tuple[Tensor, Place]],
-    owned: Owned,
-    part_S: Tensor,
+    parts: list[tuple[Tensor, Tensor]],
+    others: Any,
 ) -> list[str]:
-    """The parameters of which samples have a norm although the loss of the open pass has no part of
-    them, but of those in ``part_S``.
+    """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
+    sum of ``parts`` of other samples.
     """
-    parts = []
-    for t, place in results:
-        if t.requires_grad and (found := owned(whole(t), place)) is not None:
-            t, owner = found
-            parts.append((t, torch.randn_like(t) * part_S.to(t.device)[owner]))
     if structure.on_any(not parts):
         return []
     try:
         fill_probes(_sum(parts), leaves)
     except Exception:  # the model's own, as of an autograd function
         return []
-    norms = {leaf: rows[0, :samples] for leaf, rows in passes.rows(leaves).items()}
-    return _mixed(norms, ~part_S)
+    B = leaves[0].samples
+    return _mixed({leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}, others)
 
 
 def _truths(
