@@ -145,10 +145,9 @@ class Batches:
         if documents is None:
             self._later.see(given)
             if self._may_learn_again:
-                if self._later.is_new(self.proof):
-                    self._learn_again()
-                elif self._later.is_due:
-                    self._see_apart()
+                is_new = self._later.is_new(self.proof)
+                if is_new or self._later.is_due:
+                    self._learn_again(is_new)
         self._later.fail_wrong()
         self.learn(structure.model, args, kwargs)
         if documents is not None and not self._is_apart:
@@ -332,37 +331,29 @@ class Batches:
         """Take over the proof of the model, or of one part more."""
         self.proof = found if self.proof.reason == NOT_BEGUN else self.proof.joined(found)
 
-    def _learn_again(self) -> None:
-        """Prove it with this batch too, and learn the parameters that no batch has used."""
+    def _learn_again(self, is_new: bool = True) -> None:
+        """Prove it with this batch too, and learn the parameters that no batch has used; or if it
+        is not new, see whether samples meet in it.
+        """
         structure, passes, unseen = self._structure, self._passes, self._unseen
-        if (trial := self._trial()) is None:
+        args, kwargs = self._block.batch
+        batch = Example.of(args, kwargs, passes.asked.samples, self._lists)
+        if batch is None or passes.is_reached:  # backward has begun
             return
-        with self._looking(structure.leaves):
-            passes.begin(Asked(trial.example.n))
+        assert self._learned is not None
+        model, leaves, example = structure.model, structure.leaves, batch.few(self._few)
+        trial = Trial(model, self._called(model), leaves, batch, example, self._learned)
+        with self._looking(leaves):
+            if not is_new:
+                self._later.wrong |= meeting(structure, passes, trial, self._later.some_of(batch.n))
+                return
+            passes.begin(Asked(example.n))
             if unseen:
-                found = learn(structure, unseen, trial.run, trial.example)
+                found = learn(structure, unseen, trial.run, example)
                 found.tell(unseen, is_part=False)
             proof = prove(structure, passes, trial)
         self.proof = self.proof.later(proof)
         self._later.wrong |= proof.wrong
-
-    def _see_apart(self) -> None:
-        """See whether samples meet in this batch."""
-        if (trial := self._trial()) is not None:
-            with self._looking(trial.leaves):
-                some = self._later.some_of(trial.batch.n)
-                self._later.wrong |= meeting(self._structure, self._passes, trial, some)
-
-    def _trial(self) -> Trial | None:
-        """What is proven with the batch of the open block, before a backward pass of it."""
-        model, samples = self._structure.model, self._passes.asked.samples
-        args, kwargs = self._block.batch
-        batch = Example.of(args, kwargs, samples, self._lists)
-        if batch is None or self._passes.is_reached:
-            return None
-        assert self._learned is not None
-        run, leaves = self._called(model), self._structure.leaves
-        return Trial(model, run, leaves, batch, batch.few(self._few), self._learned)
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
@@ -476,11 +467,9 @@ class Batches:
         """Raise if packed documents attend to each other."""
         leaves = self._structure.leaves
         places = [] if self._learned is None else self._learned.results
-        if self._structure.units or (leaves[0].rows > 1 and not places):
-            self._is_apart = True
-            return
-        with self._looking(leaves):
-            refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
+        if not (self._structure.units or (leaves[0].rows > 1 and not places)):
+            with self._looking(leaves):
+                refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
         self._is_apart = True
 
 

@@ -87,7 +87,8 @@ class Later:
         in the last pass.
         """
         B, last = self._passes.last or (0, {})
-        names = proof.unproven - self._reached
+        if not (names := proof.unproven - self._reached):
+            return set()
         return {leaf.name for leaf in last if leaf.name in names and last[leaf][0, :B].any()}
 
 

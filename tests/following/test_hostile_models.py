@@ -1127,3 +1127,10 @@ def test_a_loss_that_is_added_to_an_attribute() -> None:
         assert model.meter.seen == plain.meter.seen and model.meter.total == plain.meter.total
         for p, own in zip(plain.parameters(), model.parameters()):
             torch.testing.assert_close(own.grad, p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_in_another_order() -> None:
+    """There are as many as samples of the first batch that are looked at."""
+    model = Made(lambda s, x: s.conv(x[:, [2, 1, 0]]), conv=nn.Conv2d(3, D, 3))
+    for B in (4, 5, 3):
+        assert len(right_or_named(model, torch.randn(B, 3, 6, 6), B)) == 2
