@@ -156,12 +156,12 @@ class Batches:
     @property
     def _may_learn_again(self) -> bool:
         """Whether the batch of the open block can show more than the first one: it has several
-        samples, and its passes need no other process.
+        samples, its passes need no other process, and no CUDA graph is captured.
         """
         samples, _, documents = self._passes.asked
         is_known = self._learned is not None and self._block.batch is not None
         alone = samples < 2 or documents is not None
-        return is_known and not (alone or self._groups or self._is_joint)
+        return is_known and not (alone or self._groups or self._is_joint or _is_capturing())
 
     def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -510,6 +510,10 @@ def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
 
 def _but(of_loss: str) -> str:
     return f", but not for the model's own loss ({of_loss})" if of_loss else ""
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:

@@ -1029,6 +1029,20 @@ def test_what_later_batches_cost() -> None:
     assert lengths == [16] * (199 + 4)
 
 
+def test_a_captured_pass_is_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check would wait for the device, which no CUDA graph takes up."""
+    model, x, lengths = nn.Sequential(linear(), nn.GELU(), linear()), torch.randn(16, D), []
+    model[0].register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
+    gnsfast.configure(model, example=x)
+    lengths.clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(3):
+        with gnsfast.per_sample_sqnorms(model, 16):
+            per_sample(model(x)).sum().backward()
+    assert lengths == [16] * 3
+
+
 REPEATED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "expand": lambda w, x: w[None].expand(len(x), -1, -1),
     "repeat": lambda w, x: w.repeat(len(x), 1, 1),
