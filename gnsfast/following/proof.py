@@ -95,7 +95,8 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     is_small = trial.batch.n <= trial.example.n  # then all samples had a part in the loss
     if structure.on_any(found.reason == DRAWS or (not found.reason and is_small)):
         first = range(min(trial.example.n, trial.batch.n - 1))
-        found = found._replace(wrong=found.wrong | meeting(structure, passes, trial, first))
+        wrong = found.wrong | meeting(structure, passes, trial, first) | _failed(trial.leaves)
+        found = found._replace(wrong=wrong)
     if found.reason == DRAWS:
         own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
@@ -240,7 +241,7 @@ def meeting(
         parts = [part for w in weighed for part in w.parts(results, B)]
         others = [b for b in range(B) if b not in samples]
         found = _with_norms(structure, passes, leaves, parts, others)
-    return dict.fromkeys(found, MIXED) | _failed(leaves)
+    return dict.fromkeys(found, MIXED)
 
 
 def refuse_mixed_documents(
@@ -258,7 +259,7 @@ def refuse_mixed_documents(
             rows = [_rows_of_documents(t, place, asked, leaves[0].rows, k) for t, place in placed]
             parts = [(t, torch.randn_like(t)) for t in rows if t is not None]
             found = _with_norms(structure, passes, leaves, parts, slice(1 - k, None, 2))
-        lost = {*_failed(leaves), *(leaf.name for leaf in leaves if leaf.left_out)}
+        lost = {leaf.name for leaf in leaves if leaf.left_out}
         for name in (name for name in found if name not in lost):
             raise ObservationError(
                 f"{type(model).__name__}: the packed documents attend to each other, as the "
@@ -293,7 +294,7 @@ def _with_norms(
     others: Any,
 ) -> list[str]:
     """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
-    sum of ``parts`` of other samples.
+    sum of ``parts`` of other samples; none whose norms would be wrong for another reason.
     """
     if structure.on_any(not parts):
         return []
@@ -301,8 +302,8 @@ def _with_norms(
         fill_probes(_sum(parts), leaves)
     except Exception:  # the model's own, as of an autograd function
         return []
-    B = leaves[0].samples
-    return _mixed({leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}, others)
+    B, rows = leaves[0].samples, passes.rows(leaves)
+    return _mixed({leaf: rows[leaf][0, :B] for leaf in rows if not leaf.found.failed}, others)
 
 
 def _truths(
