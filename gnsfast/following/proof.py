@@ -283,7 +283,8 @@ def _rows_of_documents(t: Any, place: Any, asked: Asked, rows: int, k: int) -> T
         return None
     numbers = torch.arange(documents.tokens, device=t.device)
     document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
-    return t.reshape(documents.tokens, -1)[document_N % 2 == k]
+    own: Tensor = t.reshape(documents.tokens, -1)[document_N % 2 == k]
+    return own
 
 
 def _with_norms(
