@@ -171,11 +171,11 @@ def weights_of(n: int, like: Tensor) -> Tensor:
 
 
 def place_of(
-    base: Print, others: dict[int, Print], fewer: torch.Size | None, n: int
+    base: Print, others: dict[int, Print], fewer: tuple[torch.Size, int] | None, n: int
 ) -> Place | None:
     """Where the n samples of a tensor lie. ``base`` is its print, ``others`` are those in passes in
     which one sample was replaced, by the number of that sample, and ``fewer`` is its shape in a
-    pass of n - 1 samples. None if nothing in it changed.
+    pass of another number of samples. None if nothing in it changed.
     """
     if any(other.shape != base.shape for other in others.values()):
         return UNKNOWN
@@ -196,12 +196,12 @@ def place_of(
     return UNKNOWN
 
 
-def grown(shape: torch.Size, fewer: torch.Size | None, n: int) -> Layout | None:
+def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> Layout | None:
     """The one dimension whose size is in proportion to the number of samples."""
-    if fewer is None or len(fewer) != len(shape):
+    if fewer is None or len(fewer[0]) != len(shape):
         return None
-    dims = [d for d, (a, b) in enumerate(zip(shape, fewer)) if a != b]
-    if len(dims) != 1 or shape[dims[0]] * (n - 1) != fewer[dims[0]] * n:
+    dims = [d for d, (a, b) in enumerate(zip(shape, fewer[0])) if a != b]
+    if len(dims) != 1 or shape[dims[0]] * fewer[1] != fewer[0][dims[0]] * n:
         return None
     each = shape[dims[0]] // n
     return Layout(dims[0], False, each if each > 1 else 0)

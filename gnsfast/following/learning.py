@@ -6,6 +6,7 @@ changes with sample b belongs to sample b. No gradient is computed.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from gnsfast.tensors import tensors_of, whole
 
 
 class Looks(NamedTuple):
-    """The passes over an example: as it is, with each sample replaced, and with one sample fewer
-    (None if the model does not take it).
+    """The passes over an example: as it is, with each sample replaced, and with one sample fewer,
+    or if the model does not take that with twice as many (None if it takes neither).
     """
 
     base: Look
@@ -91,10 +92,10 @@ def _looks(
         return found
 
     def few() -> Look | None:
-        try:
-            return look(example.part(range(example.n - 1)))
-        except Exception:  # the model's own, whatever it is: then sizes show nothing
-            return None
+        for m in (example.n - 1, 2 * example.n):
+            with suppress(Exception):  # the model's own, whatever it is: then sizes show nothing
+                return look(example.few(m))
+        return None
 
     base, fewer = look(example.replaced(-1)), few()
     while structure.on_any(bool(more := _growing(base, fewer, example.n) - growing)):
@@ -112,11 +113,12 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
     for leaf, calls in base.seen.items():
         for k, call in enumerate(calls):
             small = _nth(fewer, leaf, k, call)
-            if small is None:
+            if fewer is None or small is None:
                 break
             if call.of_data:
                 continue
-            if any(grown(a.shape, b.shape, n) for a, b in zip(call.results, small.results)):
+            sizes = ((b.shape, fewer.samples) for b in small.results)
+            if any(grown(a.shape, own, n) for a, own in zip(call.results, sizes)):
                 found.add((leaf, k))
                 break
     return found
@@ -130,7 +132,7 @@ def _results(looks: Looks, n: int) -> list[Place]:
     for k, t in enumerate(looks.base.results):
         others = {b: o.results[k] for b, o in looks.others.items() if len(o.results) > k}
         small = looks.fewer and looks.fewer.results[k : k + 1]
-        fewer = small[0].shape if small else None
+        fewer = (small[0].shape, looks.fewer.samples) if looks.fewer and small else None
         place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
@@ -157,10 +159,9 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             if in_grad_mode and not call.has_grad:  # else a checkpoint calls it again
                 continue
             others = {b: own for b, o in looks.others.items() if (own := _nth(o, leaf, k, call))}
-            fewer = _nth(looks.fewer, leaf, k, call)
-            if not call.of_data:
-                fewer = None
-            step = _step(call, others, fewer, n)  # a branch may be that of some samples
+            fewer = _nth(looks.fewer, leaf, k, call) if call.of_data else None
+            m = looks.fewer.samples if looks.fewer else 0
+            step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
             if UNKNOWN in (*step.arguments, *step.results):
                 step = step._replace(chosen=chosen.get(call.name, NO_ROWS))
             found.setdefault(leaf, []).append(step)
@@ -177,8 +178,8 @@ def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     return next((call for call in calls[k : k + 1] if kind(call) == kind(like)), None)
 
 
-def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> Step:
-    """A step, from what was seen of it in all passes."""
+def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int, m: int) -> Step:
+    """A step, from what was seen of it in all passes, of n samples and of m ``fewer``."""
     places: list[Place | None] = []
     for k, t in enumerate(call.tensors):
         same = {b: own for b, o in others.items() if (own := _at(o, k)) is not None}
@@ -188,7 +189,7 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
         elif call.is_ragged or not others or len(same) < len(others):
             places.append(UNKNOWN)
         else:
-            places.append(place_of(t, same, None if small is None else small.shape, n) or SHARED)
+            places.append(place_of(t, same, small and (small.shape, m), n) or SHARED)
     first = next((p for p in places if isinstance(p, Layout)), FIRST)
     for k, t in enumerate(call.tensors):
         if t is not None and t.is_active and places[k] == SHARED:

@@ -1069,6 +1069,19 @@ def test_a_parameter_that_is_repeated_for_each_sample(kind: str) -> None:
         assert right_or_named(model, torch.randn(B, 6, D), B) == {"a.weight", "a.bias", "token"}
 
 
+def test_copies_of_a_model_that_takes_pairs() -> None:
+    """Another number of samples shows how many copies there are."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        pairs = x.unflatten(0, (-1, 2)).flatten(0, 1)
+        y: Tensor = m.a(torch.cat([m.token.expand(len(x), -1, -1), pairs], 1))
+        return y
+
+    model = Made(run, a=linear(), token=torch.randn(1, 2, D))
+    for B in (6, 4):
+        assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3
+
+
 def of_lists(m: Any, x: Any) -> Tensor:
     h, lengths, scales = x
     mask = torch.arange(h.shape[1]) < torch.tensor(lengths)[:, None]
