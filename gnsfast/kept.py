@@ -89,7 +89,7 @@ class _Found:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object has attributes, none of which is an object that has some."""
-    kinds = (Tensor, type, nn.Module, *CONTAINERS)
+    kinds = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
     own = vars(value).values() if hasattr(value, "__dict__") else ()
     return (
         bool(own)
