@@ -89,16 +89,10 @@ class _Found:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object has attributes, none of which is an object that has some."""
-    kinds = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
-    own = vars(value).values() if hasattr(value, "__dict__") else ()
-    return (
-        bool(own)
-        and not isinstance(value, kinds)
-        and not any(
-            hasattr(each, "__dict__") and not isinstance(each, (Tensor, *CONTAINERS))
-            for each in own
-        )
-    )
+    own, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
+    simple = [each for each in own if isinstance(each, held) or not hasattr(each, "__dict__")]
+    others = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
+    return 0 < len(own) == len(simple) and not isinstance(value, others)
 
 
 class _Writes(TorchFunctionMode):
