@@ -22,7 +22,8 @@ from gnsfast.tensors import is_dtensor, writes
 def kept_state(model: nn.Module) -> Iterator[None]:
     """Restore the state of a model at the end, whether it was written to or replaced: its buffers,
     its parameters (as those of a teacher that forward updates), and the own attributes of its
-    modules: numbers, tensors, arrays, and what lists, dictionaries, tuples, sets and queues hold.
+    modules: numbers, tensors, arrays, and what lists, dictionaries, tuples, sets, queues and plain
+    objects hold, such as a meter.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
@@ -67,6 +68,8 @@ class _Found:
                 self.add(each)
         elif type(value).__module__ == "numpy" and hasattr(value, "setflags"):
             self._tensors[id(value)] = value, value.copy()
+        elif _is_plain(value):
+            self.add(vars(value))
 
     def restore(self) -> None:
         """Let all hold what they held."""
@@ -77,9 +80,19 @@ class _Found:
                 (container.extend if is_row else container.update)(content)
         for t, value in self._tensors.values():
             if isinstance(t, Tensor):
+                if t.grad_fn is not None:  # a loss was added to it
+                    t.detach_()
                 t.data.copy_(value)  # .data: graphs may hold it, and its numbers stay what they are
             elif t.flags.writeable:
                 t[...] = value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object has attributes, none of which is an object that has some."""
+    own, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
+    simple = [each for each in own if isinstance(each, held) or not hasattr(each, "__dict__")]
+    others = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
+    return 0 < len(own) == len(simple) and not isinstance(value, others)
 
 
 class _Writes(TorchFunctionMode):

@@ -75,23 +75,23 @@ def local_part(t: Any) -> Any:
     return t.to_local() if is_dtensor(t) else t
 
 
-def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches tensors in dataclasses and in
+def map_tensors(pick: Callable[[Any], Any], tree: Any, kinds: Any = Tensor) -> Any:
+    """``pytree.tree_map_only(kinds, pick, tree)`` that also reaches tensors in dataclasses and in
     mappings that are not dicts, such as transformers' ``BatchEncoding``. It copies these.
     """
 
     def of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kinds):
             return pick(leaf)
         if isinstance(leaf, MutableMapping):
             whole: Any = copy.copy(leaf)
             for key, value in leaf.items():
-                whole[key] = map_tensors(pick, value)
+                whole[key] = map_tensors(pick, value, kinds)
             return whole
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             whole = copy.copy(leaf)
             for field in dataclasses.fields(leaf):  # as a frozen one's own __init__ sets them
-                value = map_tensors(pick, getattr(leaf, field.name))
+                value = map_tensors(pick, getattr(leaf, field.name), kinds)
                 object.__setattr__(whole, field.name, value)
             return whole
         return leaf
@@ -99,14 +99,14 @@ def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return pytree.tree_map(of, tree)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any, kinds: Any = Tensor) -> list[Any]:
     """The tensors that ``map_tensors`` reaches, in its order."""
-    found: list[Tensor] = []
+    found: list[Any] = []
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kinds):
             found.append(leaf)
         elif isinstance(leaf, MutableMapping):
-            found += tensors_of([*leaf.values()])
+            found += tensors_of([*leaf.values()], kinds)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_of([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+            found += tensors_of([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], kinds)
     return found

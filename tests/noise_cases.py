@@ -21,10 +21,11 @@ def make() -> nn.Module:
 
 
 def learn(model: nn.Module) -> None:
-    """Show a first batch, which the host waits for."""
-    with gnsfast.per_sample_sqnorms(model, N):
-        model(torch.randn(N, I)).sum().backward()
-    model.zero_grad()
+    """Show the first two batches, which the host waits for."""
+    for _ in range(2):
+        with gnsfast.per_sample_sqnorms(model, N):
+            model(torch.randn(N, I)).sum().backward()
+        model.zero_grad()
 
 
 def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
-from gnsfast.following.examples import FEW, Example
+from gnsfast.following.examples import FEW, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import Later
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
 from gnsfast.following.passes import Asked, Passes, no_method
-from gnsfast.following.proof import Proof, Trial, prove, refuse_mixed_documents
+from gnsfast.following.proof import Proof, Trial, meeting, prove, refuse_mixed_documents
 from gnsfast.following.structure import Structure, own_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import collectives, shared
@@ -64,7 +64,7 @@ class Batches:
         self._learned: Learned | None = None
         self._ordered: list[Leaf] = []
         self._is_joint = False  # its forward pass needs the other processes
-        self._few, self._later = FEW, Later(structure, passes)
+        self._few, self._lists, self._later = FEW, False, Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._holders: list[nn.Module] = []  # of parameters that no batch has shown in use
@@ -142,8 +142,10 @@ class Batches:
         self._refuse_shapes(given)
         if documents is None:
             self._later.see(given)
-            if self._may_learn_again and self._later.are_due(self.proof):
-                self._learn_again()
+            if self._may_learn_again:
+                is_new = self._later.is_new(self.proof)
+                if is_new or self._later.is_due:
+                    self._learn_again(is_new)
         self._later.fail_wrong()
         self.learn(structure.model, args, kwargs)
         if documents is not None and not self._is_apart:
@@ -152,12 +154,12 @@ class Batches:
     @property
     def _may_learn_again(self) -> bool:
         """Whether the batch of the open block can show more than the first one: it has several
-        samples, and its passes need no other process.
+        samples, its passes need no other process, and no CUDA graph is captured.
         """
         samples, _, documents = self._passes.asked
         is_known = self._learned is not None and self._block.batch is not None
         alone = samples < 2 or documents is not None
-        return is_known and not (alone or self._groups or self._is_joint)
+        return is_known and not (alone or self._groups or self._is_joint or _is_capturing())
 
     def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -172,7 +174,8 @@ class Batches:
                 "padding follows, add it as a last document."
             )
         alone = documents is not None or samples < 2 or not shapes
-        if not (alone or any(_holds(shape, samples) for shape in shapes)):
+        known = alone or any(_holds(shape, samples) for shape in shapes)
+        if not (known or lists_of(self._block.batch, samples)):
             raise SampleShapeError(
                 f"{name}: the block has {samples} samples, but the model got tensors of shape "
                 f"{some}, none of which has dimension 0 or 1 of that size. Check num_samples."
@@ -254,8 +257,7 @@ class Batches:
         self._structure.given = args, kwargs
         begun = time.perf_counter()
         examples = self._examples(args, kwargs, samples)
-        batch = next((e for e in examples if documents is None and e.n == samples), None)
-        own = examples[0].n if examples else 0
+        own = examples[0][0].n if examples else 0
         n = shared(own, _smaller, self._groups)
         if not n and documents is not None:
             self._join(Proof("rows of packed documents are not samples here"))
@@ -264,12 +266,12 @@ class Batches:
         looked = weakref.WeakSet(self._looked)
         self._see(module, args, kwargs)
         if n and self._groups:
-            example = examples[0] if examples else Example.of(args, kwargs, samples)
+            example, batch = examples[0] if examples else (Example.of(args, kwargs, samples), None)
             example = example or Example.without_samples(args, kwargs, n)
-            examples = [example.part([k % example.n for k in range(n)])]
+            examples = [(example.few(n), batch)]
         if examples:
             try:
-                found = self._learned_from(module, leaves, batch, examples, bool(own))
+                found = self._learned_from(module, leaves, examples, bool(own))
             except BaseException:  # such as KeyboardInterrupt: then the next batch shows it
                 self._looked, self.is_learned = looked, False
                 self._parts.discard(module)
@@ -290,17 +292,20 @@ class Batches:
         if (call := self._block.on_learned()) is not None:
             call()
 
-    def _examples(self, args: Any, kwargs: Any, samples: int) -> list[Example]:
-        """A few samples of a batch, other numbers of them if the model does not take these, and
-        all.
+    def _examples(
+        self, args: Any, kwargs: Any, samples: int
+    ) -> list[tuple[Example, Example | None]]:
+        """A few samples of a batch, and other numbers of them if the model does not take these, all
+        beside the whole batch.
         """
         documents = self._passes.asked.documents
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
-            return [] if example is None else [example]
+            return [] if example is None else [(example, None)]
         sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples)) if samples > 1 else ()
-        found = (Example.of(args, kwargs, samples, n) for n in sizes)
-        return [example for example in found if example is not None]
+        found = (Example.of(args, kwargs, samples, lists) for lists in (True, False))
+        batches = {batch.dims: batch for batch in found if batch is not None}
+        return [(batch.few(n), batch) for batch in batches.values() for n in sizes]
 
     def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module is learnt, with all that it calls."""
@@ -325,26 +330,29 @@ class Batches:
         """Take over the proof of the model, or of one part more."""
         self.proof = found if self.proof.reason == NOT_BEGUN else self.proof.joined(found)
 
-    def _learn_again(self) -> None:
-        """Prove it with this batch too, and learn the parameters that no batch has used."""
+    def _learn_again(self, is_new: bool = True) -> None:
+        """Prove it with this batch too, and learn the parameters that no batch has used; or if it
+        is not new, see whether samples meet in it.
+        """
         structure, passes, unseen = self._structure, self._passes, self._unseen
         args, kwargs = self._block.batch
-        samples = passes.asked.samples
-        example = Example.of(args, kwargs, samples, self._few)
-        if example is None:
+        batch = Example.of(args, kwargs, passes.asked.samples, self._lists)
+        if batch is None or passes.is_reached:  # backward has begun
             return
         assert self._learned is not None
-        model, leaves = structure.model, structure.leaves
+        model, leaves, example = structure.model, structure.leaves, batch.few(self._few)
+        trial = Trial(model, self._called(model), leaves, batch, example, self._learned)
         with self._looking(leaves):
+            if not is_new:
+                self._later.wrong |= meeting(structure, passes, trial, self._later.some_of(batch.n))
+                return
             passes.begin(Asked(example.n))
             if unseen:
-                found = learn(structure, unseen, model, example)
+                found = learn(structure, unseen, trial.run, example)
                 found.tell(unseen, is_part=False)
-            run = self._called(model)
-            batch = Example.of(args, kwargs, samples, samples) or example
-            trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
-        self.proof = self._later.added(self.proof, proof)
+        self.proof = self.proof.later(proof)
+        self._later.wrong |= proof.wrong
         self._note_unseen()
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
@@ -356,31 +364,27 @@ class Batches:
         self,
         module: nn.Module,
         leaves: list[Leaf],
-        batch: Example | None,
-        examples: Iterable[Example],
+        examples: Iterable[tuple[Example, Example | None]],
         is_own: bool,
     ) -> Proof:
-        """Learn from the first of ``examples``, and from others where the model does not take it,
-        or where something else is as many as its samples. Processes that shard the parameters take
-        over what the first of them has learnt whose example has samples of its own (``is_own``).
-        ``batch`` has all samples, if there are more.
+        """Learn from the first of ``examples`` that the model takes. Processes that shard the
+        parameters take over what the first of them has learnt whose example has samples of its own
+        (``is_own``).
         """
         structure, passes, run = self._structure, self._passes, self._called(module)
         learned: Learned | None = None
         error, begun = "", collectives()
         with self._looking(leaves):
             for tried in examples:
-                passes.begin(Asked(tried.n), leaves)
+                example, batch = tried
+                passes.begin(Asked(example.n), leaves)
                 try:
-                    learned = learn(structure, leaves, run, tried)
+                    learned = learn(structure, leaves, run, example)
+                    break
                 except Exception as own:  # the model's own, whatever it is
-                    if self._takes(run, tried):  # then it is an error of ours
+                    if self._takes(run, example):  # then it is an error of ours
                         raise
                     error = error or first_line(own)
-                    continue
-                example = tried
-                if not learned.unclear:
-                    break
             self._is_joint |= collectives() != begun
             if learned is None:
                 what = "does not take some of the samples of its batch"
@@ -392,11 +396,9 @@ class Batches:
                 learned = self._shared(leaves, learned, is_own)
             is_part = module is not structure.model
             learned.tell(leaves, is_part)
-            for leaf in learned.unclear:
-                leaf.left_out = UNCLEAR
             self.is_half |= learned.is_half
             if not is_part:
-                self._few, self._learned = example.n, learned
+                self._few, self._learned, self._lists = example.n, learned, example.lists
                 self.is_by_run = self._block.run is not None
                 self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
             if structure.on_any(not is_own):
@@ -465,18 +467,11 @@ class Batches:
         """Raise if packed documents attend to each other."""
         leaves = self._structure.leaves
         places = [] if self._learned is None else self._learned.results
-        if self._structure.units or (leaves[0].rows > 1 and not places):
-            self._is_apart = True
-            return
-        with self._looking(leaves):
-            refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
+        if not (self._structure.units or (leaves[0].rows > 1 and not places)):
+            with self._looking(leaves):
+                refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
         self._is_apart = True
 
-
-UNCLEAR = (
-    "it is repeated as often as there are samples, but not for them: measure another number of "
-    "samples"
-)
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
@@ -515,6 +510,10 @@ def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
 
 def _but(of_loss: str) -> str:
     return f", but not for the model's own loss ({of_loss})" if of_loss else ""
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:

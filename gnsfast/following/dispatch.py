@@ -232,9 +232,13 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     leaf = first_leaf(call.expressions)
     step = leaf.step(name)
     places = _places(call, step, leaf)
-    if _is_of_parameters(call, step, places):
-        copies = name in COPIES and (step is None or step.copies is not None)
-        return _of_parameters(call, leaf, copies, step and step.copies)
+    is_made = _is_of_parameters(call, step, places)
+    is_copied = name in COPIES and call.own == [0] and not call.others
+    if is_copied and (step is None or not is_made):
+        if (y := _copied(call, leaf, step and step.results[0])) is not None:
+            return y
+    if is_made:
+        return _of_parameters(call, leaf)
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
         spreads = broadcast(call, step, places, leaf)
         if spreads is not None:
@@ -277,19 +281,17 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
 
 
 def _is_of_parameters(call: Call, step: Step | None, places: dict[int, Place]) -> bool:
-    """Whether a function takes nothing but parameters and constants."""
-    if call.name in CASTS or not call.others:
-        return True
-    shared = all(place == SHARED for place in places.values())
-    return shared and (step is None or all(place == SHARED for place in step.results))
-
-
-def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None = None) -> Any:
-    """The result of a function of parameters and constants, which is followed too. It may have
-    ``copies`` for each sample, along dimension ``dim`` where that is known.
+    """Whether a function takes nothing but parameters and constants, and has no result with a part
+    for each sample.
     """
-    if copies and call.own == [0] and (y := _copied(call, leaf, dim)) is not None:
-        return y
+    results = () if step is None else step.results
+    if call.name in CASTS or not call.others:
+        return not any(isinstance(place, Layout) for place in results)
+    return all(place == SHARED for place in (*places.values(), *results))
+
+
+def _of_parameters(call: Call, leaf: Leaf) -> Any:
+    """The result of a function of parameters and constants, which is followed too."""
     eager = not compiling()
     if not (eager or call.name in COMPILED):
         return NotImplemented
@@ -386,8 +388,11 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
     return make
 
 
-def _copied(call: Call, leaf: Leaf, dim: int | None) -> Tensor | None:
-    """A parameter that is repeated for each sample: its copies are data."""
+def _copied(call: Call, leaf: Leaf, place: Place | None) -> Tensor | None:
+    """A parameter that is repeated for each sample, in the ``place`` that an example has shown: its
+    copies are data.
+    """
+    dim = place.dim if isinstance(place, Layout) else None
     copied = copied_along(call.name, call.leaves, leaf.lanes, dim)
     if copied is None:
         return None

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few samples of a batch, as the arguments of a model."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gnsfast.functional import Documents
 from gnsfast.tensors import map_tensors, tensors_of
 
 FEW = 3
 """So many samples of the first batch are looked at; two are too few to tell a sample from all."""
+
+
+class Listed(list[Any]):
+    """A list with a value, or a tensor, of each sample."""
 
 
 class Example(NamedTuple):
@@ -24,18 +30,34 @@ class Example(NamedTuple):
     dims: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, B: int, n: int = FEW) -> "Example | None":
-        """So many samples of a batch of ``B``, again from the first if it has fewer; None if no
-        tensor has them.
+    def of(cls, args: Any, kwargs: Any, B: int, lists: bool = False) -> "Example | None":
+        """A batch of ``B`` samples; None if nothing has them. With ``lists`` those of B values hold
+        samples too.
         """
-        given = [*tensors_of((args, kwargs))]
-        at = 0 if any(t.ndim and t.shape[0] == B for t in given) else 1
-        square = any(t.shape[:2] == (B, B) and not _is_mask(t) for t in given)
-        dims = tuple(None if square and _is_of_tokens(t, B) else _dim_of(t, at, B) for t in given)
-        if all(d is None for d in dims):
-            return None
-        whole = cls(tuple(args), dict(kwargs), B, dims)
-        return whole.part([b % B for b in range(n)])
+        if lists:
+            is_leaf = partial(_is_list_of, B=B)
+            args, kwargs = pytree.tree_map_only(list, Listed, (args, kwargs), is_leaf)
+        given = tensors_of((args, kwargs), KINDS)
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        at = 0 if any(t.ndim and t.shape[0] == B for t in tensors) else 1
+        square = any(t.shape[:2] == (B, B) and not _is_mask(t) for t in tensors)
+
+        def dim_of(t: Any) -> int | None:
+            if isinstance(t, Listed):
+                return 0
+            return None if square and _is_of_tokens(t, B) else _dim_of(t, at, B)
+
+        dims = tuple(map(dim_of, given))
+        return cls(tuple(args), dict(kwargs), B, dims) if {*dims} - {None} else None
+
+    @property
+    def lists(self) -> bool:
+        """Whether it has lists of samples."""
+        return any(isinstance(t, Listed) for t in tensors_of((self.args, self.kwargs), KINDS))
+
+    def few(self, n: int = FEW) -> "Example":
+        """So many of its samples, again from the first if it has fewer."""
+        return self.part(b % self.n for b in range(n))
 
     @classmethod
     def without_samples(cls, args: Any, kwargs: Any, n: int) -> "Example":
@@ -52,7 +74,8 @@ class Example(NamedTuple):
         N, starts = documents.tokens, [*dict.fromkeys(documents.starts.tolist())]
         if rows != 1:
             apart = rows > 1 and all(k * N // rows in starts for k in range(rows))
-            return cls.of(args, kwargs, rows) if apart else None
+            whole = cls.of(args, kwargs, rows) if apart else None
+            return whole and whole.few()
         T, first = N // FEW, [0]
         while T > 1 and len(first) < 2:
             first = [s for s in starts if s + T <= N]
@@ -79,17 +102,40 @@ class Example(NamedTuple):
         chosen = list(samples)
         dims = iter(self.dims)
 
-        def pick(t: Tensor) -> Tensor:
+        def pick(t: Any) -> Any:
             d = next(dims)
-            own = t.detach().clone() if d is None else _picked(t, d, chosen, self.n)
-            return own.requires_grad_(t.requires_grad)
+            if isinstance(t, Listed):
+                return Listed(map_tensors(_copy, [t[b] for b in chosen]))
+            return _copy(t) if d is None else _copy(t, _picked(t, d, chosen, self.n))
 
-        args, kwargs = map_tensors(pick, (self.args, self.kwargs))
+        args, kwargs = map_tensors(pick, (self.args, self.kwargs), KINDS)
         return Example(args, kwargs, len(chosen), self.dims)
 
     def replaced(self, b: int) -> "Example":
         """The samples, with the next one in the place of sample ``b``. Sample -1 replaces none."""
         return self.part((b + 1) % self.n if k == b else k for k in range(self.n))
+
+
+KINDS = (Tensor, Listed)
+
+
+def _is_list_of(value: Any, B: int) -> bool:
+    """Whether ``value`` is a list of B values, none of which is a batch itself."""
+    if type(value) is not list or len(value) != B:
+        return False
+    return all(B not in t.shape[:2] for t in tensors_of(value))
+
+
+def lists_of(tree: Any, B: int) -> list[Any]:
+    """The lists in ``tree`` that hold B samples."""
+    is_listed = partial(_is_list_of, B=B)
+    return [*filter(is_listed, pytree.tree_leaves(tree, is_leaf=is_listed))]
+
+
+def _copy(t: Tensor, own: Tensor | None = None) -> Tensor:
+    """A copy of a tensor, or its ``own`` part, which gets a gradient if it does."""
+    own = t.detach().clone() if own is None else own
+    return own.requires_grad_(t.requires_grad)
 
 
 def _dim_of(t: Tensor, at: int, B: int) -> int | None:

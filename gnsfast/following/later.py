@@ -1,35 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches after the first one prove the norms again."""
 
+import random
 from typing import Any
 
 from torch import Tensor
 
+from gnsfast.following.examples import FEW
 from gnsfast.following.passes import Passes
 from gnsfast.following.proof import Proof
 from gnsfast.following.structure import Structure
 
 
 class Later:
-    """The batches after the first one: those that follow it prove the norms again if it gave a
-    parameter no gradient, later ones if one has got its first gradient, and any of another size,
-    or for another mode of the model.
+    """The batches after the first one. One of another size, or for another mode of the model,
+    proves the norms again, and so does one after the first gradient of a parameter that had none.
+    Of the others number 2, 8, 32, and so on show whether samples still do not meet.
 
-    ``wrong`` are the parameters that they have shown to be wrong, with the reason.
+    ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
+    number of this batch.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
         self._structure, self._passes = structure, passes
         self.wrong: dict[str, str] = {}
-        self._again = self._late = AGAIN
-        self._is_first = False  # the last pass gave a parameter its first gradient
+        self.count = 0
+        self._late: set[str] = set()  # what the last block gave its first gradient
         self._proven: set[Any] = set()
+        self._reached: set[str] = set()
         self._first: list[float] = []
         self._now: list[float] = []
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
-        self._first = self._sizes(given)
+        self._first, self.count = self._sizes(given), 1
         self._proven = {self._kind(self._first)}
         self.see(given)
 
@@ -45,35 +49,36 @@ class Later:
             leaf.growth = growth
 
     def end(self, proof: Proof) -> None:
-        """Note whether the pass of a block, whose rows are not kept, gave a gradient to a parameter
-        that had none when it was proven.
+        """Note which parameters the pass of a block, whose rows are not kept, gave a gradient that
+        had none when they were to be proven.
         """
         if (rows := self._passes.last) is None:
             return
-        B = self._passes.asked.samples
-        silent = [leaf for leaf in rows.leaves if leaf.name in proof.silent] if self._late else ()
-        self._is_first = any(bool(rows[leaf][0, :B].any()) for leaf in silent)
+        B, names = self._passes.asked.samples, proof.unproven - self._reached
+        found = [leaf for leaf in rows.leaves if leaf.name in names] if names else ()
+        self._late = {leaf.name for leaf in found if rows[leaf][0, :B].any()}
         self._passes.last = None
 
-    def are_due(self, proof: Proof) -> bool:
-        """Whether the batch of the open block is to prove again what ``proof`` says."""
-        kind = self._kind(self._now)
-        other = kind not in self._proven and len(self._proven) <= AGAIN
-        again = self._again and proof.unproven
-        late = not again and self._late and self._is_first
-        if not (other or again or late):
-            return False
-        self._again, self._late = self._again - bool(again), self._late - bool(late)
-        self._proven.add(kind)
-        return True
+    def is_new(self, proof: Proof) -> bool:
+        """Whether the batch of the open block shows what no batch has shown that has proven it."""
+        self.count += 1
+        kind, late = self._kind(self._now), self._late & proof.unproven
+        is_other = kind not in self._proven and len(self._proven) <= SEVERAL
+        if is_other:
+            self._proven.add(kind)
+        self._reached |= late
+        self._late = set()
+        return is_other or bool(late)
 
-    def added(self, proof: Proof, found: Proof) -> Proof:
-        """``proof`` after one of them has ``found`` more."""
-        self.wrong |= found.wrong
-        after = proof.later(found)
-        if after.silent < proof.silent:  # more gates may open
-            self._late = AGAIN
-        return after
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to show that samples do not meet. Of n batches log4(n) do so."""
+        bits = self.count.bit_length()
+        return bits % 2 == 0 and self.count == 1 << bits - 1
+
+    def some_of(self, samples: int) -> list[int]:
+        """The few samples that have a part in its loss, other ones each time."""
+        return random.Random(self.count).sample(range(samples), min(FEW, samples // 2))
 
     def fail_wrong(self) -> None:
         """Note in the open pass which parameters they have shown to be wrong."""
@@ -91,5 +96,5 @@ class Later:
         return self._structure.model.training, self._passes.asked.samples, *sizes
 
 
-AGAIN = 2
-"""So many later batches prove it again for each reason, and more while they show more."""
+SEVERAL = 2
+"""So many other sizes and modes prove it again."""

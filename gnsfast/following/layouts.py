@@ -69,6 +69,10 @@ class Layout(NamedTuple):
             return rows.select(self.dim + 1, b)
         return t.narrow(self.dim, b * each, each)
 
+    def alone(self, t: Tensor, b: int, B: int) -> Tensor:
+        """``t`` with zeros in the place of all samples but b."""
+        return t.masked_fill(self.owners(t.shape, B, t.device) != b, 0.0)
+
 
 class Chosen(NamedTuple):
     """Dimension 0 holds rows that the data have chosen, as before an expert. ``owner_N`` is the
@@ -80,6 +84,10 @@ class Chosen(NamedTuple):
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's rows."""
         return t[self.owner_N == b]
+
+    def alone(self, t: Tensor, b: int, B: int) -> Tensor:
+        """``t`` with zeros in the place of all rows but those of sample b."""
+        return t.masked_fill((self.owner_N != b).view(-1, *[1] * (t.ndim - 1)), 0.0)
 
 
 class Owned(NamedTuple):
@@ -163,11 +171,11 @@ def weights_of(n: int, like: Tensor) -> Tensor:
 
 
 def place_of(
-    base: Print, others: dict[int, Print], fewer: torch.Size | None, n: int
+    base: Print, others: dict[int, Print], fewer: tuple[torch.Size, int] | None, n: int
 ) -> Place | None:
     """Where the n samples of a tensor lie. ``base`` is its print, ``others`` are those in passes in
     which one sample was replaced, by the number of that sample, and ``fewer`` is its shape in a
-    pass of n - 1 samples. None if nothing in it changed.
+    pass of another number of samples. None if nothing in it changed.
     """
     if any(other.shape != base.shape for other in others.values()):
         return UNKNOWN
@@ -188,12 +196,12 @@ def place_of(
     return UNKNOWN
 
 
-def grown(shape: torch.Size, fewer: torch.Size | None, n: int) -> Layout | None:
+def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> Layout | None:
     """The one dimension whose size is in proportion to the number of samples."""
-    if fewer is None or len(fewer) != len(shape):
+    if fewer is None or len(fewer[0]) != len(shape):
         return None
-    dims = [d for d, (a, b) in enumerate(zip(shape, fewer)) if a != b]
-    if len(dims) != 1 or shape[dims[0]] * (n - 1) != fewer[dims[0]] * n:
+    dims = [d for d, (a, b) in enumerate(zip(shape, fewer[0])) if a != b]
+    if len(dims) != 1 or shape[dims[0]] * fewer[1] != fewer[0][dims[0]] * n:
         return None
     each = shape[dims[0]] // n
     return Layout(dims[0], False, each if each > 1 else 0)

@@ -20,15 +20,13 @@ unfollowed = torch._C.DisableTorchFunctionSubclass
 
 class Step(NamedTuple):
     """What an example has shown of one function that takes a parameter, or a tensor made of it: its
-    name, and where the samples lie in its arguments and its results. ``copies`` is the dimension
-    along which the result has a copy of the parameter for each sample. ``chosen`` is
-    not empty if the data chose its rows, from tensors in which a sample had so many rows.
+    name, and where the samples lie in its arguments and its results. ``chosen`` is not empty if the
+    data chose its rows, from tensors in which a sample had so many rows.
     """
 
     name: str
     arguments: tuple[Place | None, ...] = ()
     results: tuple[Place, ...] = ()
-    copies: int | None = None
     chosen: frozenset[int] = frozenset()
 
     def argument(self, i: int) -> Place | None:
@@ -171,8 +169,9 @@ class Leaf:
         for step in steps:
             first = self.by_name.setdefault(step.name, step)
             if not first.is_like(step):  # only its place in the order tells which it is
-                # Without data a function has no layout that another one's could be taken for.
-                self.is_ordered |= any(step.arguments) or step.copies != first.copies
+                # What has no samples has no layout that another one's could be taken for.
+                copies = (isinstance(p, Layout) for p in (*step.results, *first.results))
+                self.is_ordered |= any(step.arguments) or any(copies)
                 lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]

@@ -6,6 +6,7 @@ changes with sample b belongs to sample b. No gradient is computed.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from gnsfast.tensors import tensors_of, whole
 
 
 class Looks(NamedTuple):
-    """The passes over an example: as it is, with each sample replaced, and with one sample fewer
-    (None if the model does not take it).
+    """The passes over an example: as it is, with each sample replaced, and with one sample fewer,
+    or if the model does not take that with twice as many (None if it takes neither).
     """
 
     base: Look
@@ -32,15 +33,13 @@ class Looks(NamedTuple):
 
 class Learned(NamedTuple):
     """Where the samples lie in the model's results, whether it computes in half precision, and for
-    each leaf the functions that take it, and those in which it meets the data. ``unclear`` are
-    leaves of which as many copies as samples are made, but not for them.
+    each leaf the functions that take it, and those in which it meets the data.
     """
 
     results: list[Place]
     is_half: bool
     steps: dict[Leaf, list[Step]]
     routes: dict[Leaf, tuple[str, ...]]
-    unclear: frozenset[Leaf]
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""
@@ -63,7 +62,7 @@ class Learned(NamedTuple):
         """The same with another key for each leaf, such as its name."""
         steps = {key(leaf): v for leaf, v in self.steps.items()}
         routes = {key(leaf): v for leaf, v in self.routes.items()}
-        return self._replace(steps=steps, routes=routes, unclear=frozenset(map(key, self.unclear)))
+        return self._replace(steps=steps, routes=routes)
 
 
 def learn(
@@ -71,36 +70,21 @@ def learn(
 ) -> Learned:
     """What an example shows. ``run`` is the model, or a part of it. All processes that need each
     other's passes run the same number of them.
-
-    A copy of a parameter for each sample is varied with its sample. If samples then meet, it was no
-    copy for each sample, as one for each of as many heads. Then another number of samples tells
-    more.
     """
-    looks = _looks(structure, leaves, run, example, varied=True)
-    found, unclear = _steps(looks, example.n), frozenset[Leaf]()
-    if structure.on_any(bool(looks.base.copied and _lost_in(found))):
-        plain = _looks(structure, leaves, run, example, varied=False)
-        own = _steps(plain, example.n)
-        if _lost_in(found) - _lost_in(own):
-            unclear = frozenset(looks.base.copied)
-            looks, found = plain, own
+    looks, n = _looks(structure, leaves, run, example), example.n
     routes = {leaf: tuple(uses) for leaf, uses in _routes(looks.base).items()}
-    return Learned(_results(looks, example.n), looks.base.is_half, found, routes, unclear)
+    return Learned(_results(looks, n), looks.base.is_half, _steps(looks, n), routes)
 
 
 def _looks(
-    structure: Structure,
-    leaves: list[Leaf],
-    run: Callable[..., Any],
-    example: Example,
-    varied: bool,
+    structure: Structure, leaves: list[Leaf], run: Callable[..., Any], example: Example
 ) -> Looks:
     growing: set[tuple[Leaf, int]] = set()
 
-    def look(own: Example, sample: int) -> Look:
+    def look(own: Example) -> Look:
         for leaf in leaves:
             leaf.samples = own.n
-        found = Look(own.n, sample, varied, growing)
+        found = Look(own.n, growing)
         found.begin(own)
         with structure.as_it_was(), with_graphs(), found:
             out = run(*own.args, **own.kwargs)
@@ -108,16 +92,16 @@ def _looks(
         return found
 
     def few() -> Look | None:
-        try:
-            return look(example.part(range(example.n - 1)), -1)
-        except Exception:  # the model's own, whatever it is: then sizes show nothing
-            return None
+        for m in (example.n - 1, 2 * example.n):
+            with suppress(Exception):  # the model's own, whatever it is: then sizes show nothing
+                return look(example.few(m))
+        return None
 
-    base, fewer = look(example.replaced(-1), -1), few()
+    base, fewer = look(example.replaced(-1)), few()
     while structure.on_any(bool(more := _growing(base, fewer, example.n) - growing)):
         growing |= more
-        base, fewer = look(example.replaced(-1), -1), few()
-    others = {b: look(example.replaced(b), b) for b in range(example.n)}
+        base, fewer = look(example.replaced(-1)), few()
+    others = {b: look(example.replaced(b)) for b in range(example.n)}
     return Looks(base, others, fewer)
 
 
@@ -129,11 +113,12 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
     for leaf, calls in base.seen.items():
         for k, call in enumerate(calls):
             small = _nth(fewer, leaf, k, call)
-            if small is None:
+            if fewer is None or small is None:
                 break
-            if call.of_data or call.copies is not None or (leaf, k) in base.growing:
+            if call.of_data:
                 continue
-            if any(grown(a.shape, b.shape, n) for a, b in zip(call.results, small.results)):
+            sizes = ((b.shape, fewer.samples) for b in small.results)
+            if any(grown(a.shape, own, n) for a, own in zip(call.results, sizes)):
                 found.add((leaf, k))
                 break
     return found
@@ -147,7 +132,7 @@ def _results(looks: Looks, n: int) -> list[Place]:
     for k, t in enumerate(looks.base.results):
         others = {b: o.results[k] for b, o in looks.others.items() if len(o.results) > k}
         small = looks.fewer and looks.fewer.results[k : k + 1]
-        fewer = small[0].shape if small else None
+        fewer = (small[0].shape, looks.fewer.samples) if looks.fewer and small else None
         place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
@@ -174,10 +159,9 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             if in_grad_mode and not call.has_grad:  # else a checkpoint calls it again
                 continue
             others = {b: own for b, o in looks.others.items() if (own := _nth(o, leaf, k, call))}
-            fewer = _nth(looks.fewer, leaf, k, call)
-            if not call.of_data and (leaf, k) not in looks.base.growing:
-                fewer = None
-            step = _step(call, others, fewer, n)  # a branch may be that of some samples
+            fewer = _nth(looks.fewer, leaf, k, call) if call.of_data else None
+            m = looks.fewer.samples if looks.fewer else 0
+            step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
             if UNKNOWN in (*step.arguments, *step.results):
                 step = step._replace(chosen=chosen.get(call.name, NO_ROWS))
             found.setdefault(leaf, []).append(step)
@@ -187,32 +171,37 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
 def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     """Call number ``k`` of another pass, if it is the same function."""
 
-    def kind(call: Seen) -> tuple[str, int, int]:
-        return call.name, len(call.arguments), len(call.results)
+    def kind(call: Seen) -> tuple[str, int]:
+        return call.name, len(call.results)
 
     calls = look.seen.get(leaf, []) if look is not None else []
     return next((call for call in calls[k : k + 1] if kind(call) == kind(like)), None)
 
 
-def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> Step:
-    """A step, from what was seen of it in all passes."""
+def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int, m: int) -> Step:
+    """A step, from what was seen of it in all passes, of n samples and of m ``fewer``."""
     places: list[Place | None] = []
     for k, t in enumerate(call.tensors):
-        same = {b: own for b, o in others.items() if (own := o.tensors[k]) is not None}
-        small = fewer.tensors[k] if fewer else None
+        same = {b: own for b, o in others.items() if (own := _at(o, k)) is not None}
+        small = fewer and _at(fewer, k)
         if t is None:
             places.append(None)
         elif call.is_ragged or not others or len(same) < len(others):
             places.append(UNKNOWN)
         else:
-            places.append(place_of(t, same, None if small is None else small.shape, n) or SHARED)
+            places.append(place_of(t, same, small and (small.shape, m), n) or SHARED)
     first = next((p for p in places if isinstance(p, Layout)), FIRST)
     for k, t in enumerate(call.tensors):
         if t is not None and t.is_active and places[k] == SHARED:
             places[k] = _as_others(first, t.shape, n)
-    given = len(call.arguments)
-    results = tuple(p for p in places[given:] if p is not None)
-    return Step(call.name, tuple(places[:given]), results, call.copies)
+    made = len(call.results)
+    results = tuple(p for p in places[:made] if p is not None)
+    return Step(call.name, tuple(places[made:]), results)
+
+
+def _at(call: Seen, k: int) -> Print | None:
+    """Tensor number ``k`` of a call, which may have fewer."""
+    return call.tensors[k] if k < len(call.tensors) else None
 
 
 def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:
@@ -223,16 +212,6 @@ def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:
     if len(shape) <= d or shape[d] < n or shape[d] % n:
         return UNKNOWN
     return Layout(d, first.interleaved, shape[d] // n if shape[d] > n else 0)
-
-
-def _lost_in(found: dict[Leaf, list[Step]]) -> set[tuple[Leaf, int]]:
-    """The steps in which samples were not found."""
-    return {
-        (leaf, k)
-        for leaf, steps in found.items()
-        for k, step in enumerate(steps)
-        if UNKNOWN in (*step.arguments, *step.results)
-    }
 
 
 def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, frozenset[int]]:

@@ -12,18 +12,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import takes_functions
-from gnsfast.following.examples import Example
+from gnsfast.following.examples import KINDS, Example
 from gnsfast.following.functions import (
     CASTS,
-    COPIES,
     OPENED,
     QUERIES,
-    copied_along,
     is_transformed,
     name_of,
     numbered,
 )
-from gnsfast.following.layouts import Layout, Owners, Print, mark_made, owners_of, weights_of
+from gnsfast.following.layouts import Owners, Print, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
 from gnsfast.following.marks import DATA, RAGGED, SORTED, Mark, mark_of_results
 from gnsfast.tensors import tensors_of, writes
@@ -40,7 +38,6 @@ class Seen(NamedTuple):
     arguments: list[Print | None]
     results: list[Print]
     of_data: bool
-    copies: int | None
     has_grad: bool
     owners: Owners | None
     number_N: Tensor | None
@@ -48,24 +45,19 @@ class Seen(NamedTuple):
 
     @property
     def tensors(self) -> list[Print | None]:
-        """The prints of its arguments, and of its results."""
-        return [*self.arguments, *self.results]
+        """The prints of its results, and of its arguments."""
+        return [*self.results, *self.arguments]
 
 
 class Look(TorchFunctionMode):
     """A pass over samples in which each function of torch is seen. Tensors that are made from the
-    batch, or from a parameter, carry a mark. With ``varied`` the copy of a parameter for a sample
-    is changed as that sample is. The results of ``growing`` calls of a leaf count as data.
+    batch, or from a parameter, carry a mark. The results of ``growing`` calls of a leaf are data.
     """
 
-    def __init__(
-        self, samples: int, sample: int, varied: bool, growing: set[tuple[Leaf, int]]
-    ) -> None:
+    def __init__(self, samples: int, growing: set[tuple[Leaf, int]]) -> None:
         super().__init__()
-        self.samples = samples
-        self.sample, self.varied, self.growing = sample, varied, growing
+        self.samples, self.growing = samples, growing
         self.seen: dict[Leaf, list[Seen]] = {}
-        self.copied: set[Leaf] = set()
         self.results: list[Print] = []
         self.uses: dict[Leaf, dict[str, None]] = {}
         self.made: dict[Leaf, dict[Leaf, None]] = {}  # what meets others before the data
@@ -74,9 +66,9 @@ class Look(TorchFunctionMode):
 
     def begin(self, example: Example) -> None:
         """Mark the tensors that have samples."""
-        for t, d in zip(tensors_of((example.args, example.kwargs)), example.dims):
-            if d is not None:
-                _mark(t, DATA)
+        given = tensors_of((example.args, example.kwargs), KINDS)
+        for t in tensors_of([[t] for t, d in zip(given, example.dims) if d is not None]):
+            _mark(t, DATA)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +113,7 @@ class Look(TorchFunctionMode):
             else:
                 found = tensors_of(out)
             if leaves:
-                of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
+                of_data = self._note(name, args, kwargs, leaves, of_data, found)
             if of_data and writes(name) and isinstance(arguments[0], Tensor):
                 _mark(arguments[0], data)
             for t in found:
@@ -139,13 +131,13 @@ class Look(TorchFunctionMode):
         kwargs: Any,
         leaves: list[Leaf],
         of_data: bool,
-        out: Any,
         results: list[Tensor],
-    ) -> tuple[bool, Any, list[Tensor]]:
-        """Note a call. Where it repeats a parameter for each sample, the results are data."""
+    ) -> bool:
+        """Note a call. Returns whether its results are data."""
         leaf = min(leaves, key=lambda each: each.index)
         if of_data and not any(t.numel() for t in results):  # of an expert without rows
-            return of_data, out, results
+            return of_data
+        of_data |= (leaf, len(self.seen.get(leaf, ()))) in self.growing
         for each in leaves:
             if of_data:
                 self.uses.setdefault(each, {})[name] = None
@@ -153,9 +145,6 @@ class Look(TorchFunctionMode):
                 self.made.setdefault(leaf, {})[each] = None
         arguments = pytree.tree_leaves((args, kwargs))
         marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
-        copied = None
-        if name in COPIES and not of_data:
-            copied = copied_along(name, arguments, leaf.samples)
         x = next((t for t, mark in zip(arguments, marks) if isinstance(mark, Mark)), None)
         owners = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
@@ -173,7 +162,6 @@ class Look(TorchFunctionMode):
                 ],
                 [Print.of(t, of_data and _is_active(t)) for t in results],
                 of_data,
-                None if copied is None else copied.dim,
                 torch.is_grad_enabled(),
                 owners,
                 None if owners is None or x is None else _number(x.detach()),
@@ -181,20 +169,7 @@ class Look(TorchFunctionMode):
                 or any(t.is_nested for t in results),
             )
         )
-        if copied is None:
-            number = len(self.seen[leaf]) - 1
-            return of_data or (leaf, number) in self.growing, out, results
-        self.copied.add(leaf)
-        self.uses.setdefault(leaf, {})[name] = None
-        if self.varied:  # in each pass, since kernels round in other ways where copies lie apart
-            with torch.no_grad():
-                out = out.clone()
-                if self.sample >= 0:
-                    own = Layout(copied.dim).of_sample(out, self.sample, leaf.samples)
-                    own.mul_(1.5).add_(0.1)
-            out.requires_grad_()
-            results = [out]
-        return True, out, results
+        return of_data
 
 
 EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))

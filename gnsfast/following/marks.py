@@ -48,8 +48,6 @@ def mark_of_results(
     if by_mask or (name == "repeat_interleave" and by_data):
         return RAGGED
     by_order |= name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
-    # The data may have chosen the numbers of a list or an array.
-    by_order |= name == "__getitem__" and _lists_samples(args[1], args[0], samples)
     if by_order:
         return DATA if marks[name == "embedding"] is SORTED else SORTED
     return SORTED if SORTED in marks else DATA
@@ -91,15 +89,3 @@ ALONG = frozenset(("index_select", "gather", "take_along_dim"))
 REORDERS = ALONG | INSERTS | {"__getitem__", "embedding"}
 
 MASKS = (torch.bool, torch.uint8)
-
-
-def _lists_samples(index: Any, t: Tensor, samples: int) -> bool:
-    """Whether an index has a list or an array of as many numbers as samples are in its place."""
-    own = zip(index if isinstance(index, tuple) else (index,), t.shape)
-    return any(
-        hasattr(each, "__len__")
-        and not isinstance(each, (Tensor, str))
-        and len(each) == size
-        and size % samples == 0
-        for each, size in own
-    )

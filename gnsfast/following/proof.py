@@ -8,6 +8,7 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import SHARED, Layout, Place
+from gnsfast.following.layouts import FIRST, SHARED, Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, fill_probes, gradients
 from gnsfast.following.structure import Structure
-from gnsfast.functional import Documents
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
 from gnsfast.tensors import map_tensors, tensors_of, whole
@@ -28,16 +28,14 @@ from gnsfast.tensors import map_tensors, tensors_of, whole
 
 class Proof(NamedTuple):
     """What a proof has found. ``reason`` says why there is none; else ``wrong`` holds the
-    parameters that failed, with the reason, and ``unproven`` those that got no gradient; that of
-    the ``silent`` ones was exactly zero. ``of_loss`` says why the loss that the model returns
-    beside its outputs is not proven. ``seconds``: how long the first batch took, with all that it
-    shows.
+    parameters that failed, with the reason, and ``unproven`` those that got no gradient.
+    ``of_loss`` says why the loss that the model returns beside its outputs is not proven.
+    ``seconds``: how long the first batch took, with all that it shows.
     """
 
     reason: str = ""
     wrong: dict[str, str] = {}
     unproven: frozenset[str] = frozenset()
-    silent: frozenset[str] = frozenset()
     of_loss: str = ""
     seconds: float = 0.0
 
@@ -47,7 +45,6 @@ class Proof(NamedTuple):
             self.reason or other.reason,
             self.wrong | other.wrong,
             self.unproven | other.unproven,
-            self.silent | other.silent,
             self.of_loss or other.of_loss,
             self.seconds + other.seconds,
         )
@@ -56,11 +53,8 @@ class Proof(NamedTuple):
         """This proof after that of a later batch."""
         if other.reason:
             return self
-        return self._replace(
-            unproven=self.unproven & other.unproven,
-            silent=self.silent & other.silent,
-            of_loss=self.of_loss or other.of_loss,
-        )
+        of_loss = self.of_loss or other.of_loss
+        return self._replace(unproven=self.unproven & other.unproven, of_loss=of_loss)
 
 
 DRAWS = "the model draws random numbers"
@@ -82,10 +76,9 @@ class Trial(NamedTuple):
     learned: Learned
 
 
-ALONE, TOGETHER, LOSS, APART = "alone", "together", "loss", "apart"
+ALONE, TOGETHER, LOSS = "alone", "together", "loss"
 """What a measured pass is compared with: samples alone; each sample's own outputs in the same
-batch, with the same random numbers; the loss that the model returns for samples alone; or, for the
-samples whose outputs have no part in a loss, with zero.
+batch, with the same random numbers; or the loss that the model returns for samples alone.
 """
 
 
@@ -99,10 +92,11 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
     found = _compared(structure, passes, trial, ALONE)
-    is_compared, is_small = found.reason in ("", DRAWS), trial.batch.n <= trial.example.n
-    if structure.on_any(is_compared and is_small):  # else some samples had no loss there
-        apart = _compared(structure, passes, trial, APART)
-        found = found._replace(wrong=found.wrong | apart.wrong)
+    is_small = trial.batch.n <= trial.example.n  # then all samples had a part in the loss
+    if structure.on_any(found.reason == DRAWS or (not found.reason and is_small)):
+        first = range(min(trial.example.n, trial.batch.n - 1))
+        wrong = found.wrong | meeting(structure, passes, trial, first) | _failed(trial.leaves)
+        found = found._replace(wrong=wrong)
     if found.reason == DRAWS:
         own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
@@ -137,14 +131,12 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         for leaf in leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
         drew = structure.on_any(structure.chance() != before)
-        reason = DRAWS if drew and how != TOGETHER else ""  # a sample alone draws other numbers
-        is_alone = how != APART and not reason
-        few = B - 1 if how == APART else example.n
-        weighed = [] if how == LOSS else _weighed(results, learned.results, B, few)
-        lost = structure.on_any(not weighed)
-        if lost and not is_alone:
-            return Proof(reason, _failed(leaves))
-        if lost:
+        if drew and how != TOGETHER:  # a sample alone draws other numbers
+            return Proof(DRAWS)
+        weighed = (
+            [] if how == LOSS else _weighed(results, learned.results, B, range(min(example.n, B)))
+        )
+        if structure.on_any(not weighed):
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
             if structure.on_any(not weighed):
                 return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
@@ -156,8 +148,6 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
-    if not is_alone:
-        return Proof(reason, failed | dict.fromkeys(_mixed(norms, few), MIXED))
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
@@ -209,16 +199,15 @@ class Weighed(NamedTuple):
 
 
 def _weighed(
-    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: int
+    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: Sequence[int]
 ) -> list[Weighed]:
-    """The results that belong to single samples, with random weights for the first ``samples``."""
+    """The results that belong to single samples, with random weights for some ``samples``."""
     found = []
     for k, (t, place) in enumerate(zip(results, places)):
         if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, batch):
             continue
-        parts = [place.of_sample(t, b, batch) for b in range(min(samples, batch))]
-        own = {b: torch.randn(p.shape, device=t.device).to(t.dtype) for b, p in enumerate(parts)}
-        found.append(Weighed(k, place, own))
+        parts = {b: place.of_sample(t, b, batch) for b in samples}
+        found.append(Weighed(k, place, {b: torch.randn_like(part) for b, part in parts.items()}))
     return found
 
 
@@ -237,60 +226,85 @@ def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([p.to(parts[0].device) for p in parts]).sum()
 
 
+def meeting(
+    structure: Structure, passes: Passes, trial: Trial, samples: Sequence[int]
+) -> dict[str, str]:
+    """The parameters of which other samples have a norm in a loss of some ``samples`` alone, with
+    the reason.
+    """
+    _, run, leaves, batch, _, learned = trial
+    B, own = batch.n, batch.replaced(-1)
+    with structure.as_it_was():
+        passes.begin(Asked(B), leaves)
+        results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
+        weighed = _weighed(results, learned.results, B, samples)
+        parts = [part for w in weighed for part in w.parts(results, B)]
+        others = [b for b in range(B) if b not in samples]
+        found = _with_norms(structure, passes, leaves, parts, others)
+    return dict.fromkeys(found, MIXED)
+
+
 def refuse_mixed_documents(
     structure: Structure, passes: Passes, args: Any, kwargs: Any, places: Sequence[Place]
 ) -> None:
     """Raise if packed documents attend to each other: a loss of every second document must give the
     others no gradient.
     """
-    samples, _, documents = passes.asked
-    assert documents is not None
-    leaves, model = structure.leaves, structure.model
+    asked, leaves, model = passes.asked, structure.leaves, structure.model
     for k in (0, 1):
         with structure.as_it_was():
-            passes.begin(Asked(samples, {}, documents))
+            passes.begin(asked._replace(facts={}))
             given, named = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-            results = tensors_of(model(*given, **named))
-            loss = _loss_of_documents(results, places, documents, leaves[0].rows, k)
-            if loss is None:
-                return
-            try:
-                fill_probes(loss, leaves)
-            except RuntimeError:  # the model's own, as of an autograd function
-                return
-            for leaf, own in passes.rows(leaves).items():
-                norms = own[0, :samples]
-                mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
-                if mixed and not (leaf.found.failed or leaf.left_out):
-                    raise ObservationError(
-                        f"{type(model).__name__}: the packed documents attend to each other, as "
-                        f"the gradients of {leaf.name} show. The attention mask must be "
-                        "block-diagonal: position_ids that begin again at 0 with every document "
-                        "for models of transformers, attn_mask [rows * heads, T, T] for "
-                        "torch.nn.MultiheadAttention."
-                    )
+            placed = zip_longest(tensors_of(model(*given, **named)), places, fillvalue=FIRST)
+            rows = [_rows_of_documents(t, place, asked, leaves[0].rows, k) for t, place in placed]
+            parts = [(t, torch.randn_like(t)) for t in rows if t is not None]
+            found = _with_norms(structure, passes, leaves, parts, slice(1 - k, None, 2))
+        lost = {leaf.name for leaf in leaves if leaf.left_out}
+        for name in (name for name in found if name not in lost):
+            raise ObservationError(
+                f"{type(model).__name__}: the packed documents attend to each other, as the "
+                f"gradients of {name} show. The attention mask must be block-diagonal: "
+                "position_ids that begin again at 0 with every document for models of "
+                "transformers, attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
+            )
 
 
-def _loss_of_documents(
-    results: Sequence[Tensor], places: Sequence[Place], documents: Documents, rows: int, first: int
-) -> Tensor | None:
-    """The weighted sum of the results of every second document from the ``first`` on; None if no
-    result has the tokens.
+def _rows_of_documents(t: Any, place: Any, asked: Asked, rows: int, k: int) -> Tensor | None:
+    """The rows of every second document in a result, from number ``k`` on; None if it does not hold
+    the tokens.
     """
-    parts = []
-    for k, t in enumerate(results):
-        place = places[k] if k < len(places) else Layout()
-        if not t.requires_grad or not isinstance(place, Layout):
-            continue
-        if rows > 1 and place.fits(t.shape, rows):
-            t = place.samples_first(t, rows)
-        at = next((k for k in range(1, t.ndim + 1) if t.shape[:k].numel() == documents.tokens), 0)
-        if at:
-            numbers = torch.arange(documents.tokens, device=t.device)
-            document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
-            t = t.reshape(documents.tokens, -1)[document_N % 2 == first]
-            parts.append((t, torch.randn_like(t)))
-    return _sum(parts) if parts else None
+    documents = asked.documents
+    assert documents is not None
+    if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
+        return None
+    if rows > 1 and place.fits(t.shape, rows):
+        t = place.samples_first(t, rows)
+    if all(t.shape[:d].numel() != documents.tokens for d in range(1, t.ndim + 1)):
+        return None
+    numbers = torch.arange(documents.tokens, device=t.device)
+    document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
+    own: Tensor = t.reshape(documents.tokens, -1)[document_N % 2 == k]
+    return own
+
+
+def _with_norms(
+    structure: Structure,
+    passes: Passes,
+    leaves: list[Leaf],
+    parts: list[tuple[Tensor, Tensor]],
+    others: Any,
+) -> list[str]:
+    """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
+    sum of ``parts`` of other samples; none whose norms would be wrong for another reason.
+    """
+    if structure.on_any(not parts):
+        return []
+    try:
+        fill_probes(_sum(parts), leaves)
+    except Exception:  # the model's own, as of an autograd function
+        return []
+    B, rows = leaves[0].samples, passes.rows(leaves)
+    return _mixed({leaf: rows[leaf][0, :B] for leaf in rows if not leaf.found.failed}, others)
 
 
 def _truths(
@@ -363,14 +377,13 @@ def judge(
         truth = [_scaled(k, own, norms) for k, own in enumerate(truth)]
     totals = [sum(each.values()) for each in truth]
     wrong: dict[str, str] = {}
-    unproven, silent = set(), set()
+    unproven = set()
     for leaf in leaves:
         eps = torch.finfo(leaf.current.dtype).eps
         real = [each[leaf] for each in truth]
         noise = [32 * eps * total**0.5 + LEAST for total in totals]
         if not any(r**0.5 > small for r, small in zip(real, noise)):
             unproven.add(leaf.name)
-            silent |= set() if any(real) else {leaf.name}
         if leaf not in norms:
             continue
         own = norms[leaf].tolist()
@@ -385,17 +398,17 @@ def judge(
                 if not any(own):
                     wrong[leaf.name] = UNSEEN
                 break
-    for name in () if by_loss else _mixed(norms, len(truth)):
+    for name in () if by_loss else _mixed(norms, slice(len(truth), None)):
         wrong.setdefault(name, MIXED)
-    return Proof("", wrong, frozenset(unproven), frozenset(silent))
+    return Proof("", wrong, frozenset(unproven))
 
 
-def _mixed(norms: dict[Leaf, Tensor], samples: int) -> list[str]:
-    """The parameters of which samples have norms that have no part in the loss of the first."""
+def _mixed(norms: dict[Leaf, Tensor], others: Any) -> list[str]:
+    """The parameters of which the ``others`` have norms, samples that have no part in the loss."""
     return [
         leaf.name
         for leaf, own in norms.items()
-        if float(own[samples:].sum()) > 1e-12 * float(own.sum())
+        if float(own[others].sum()) > 1e-12 * float(own.sum())
     ]
 
 
@@ -411,7 +424,10 @@ JOINED = (
     "times one number: samples meet in it, or its terms weigh them in several ways"
 )
 
-MIXED = "a loss of some samples gives others a gradient of it: samples meet in the model"
+MIXED = (
+    "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
+    "another order than in the first batch"
+)
 UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
     "its own does, or a gradient of its gradient is taken"

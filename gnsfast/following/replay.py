@@ -35,10 +35,10 @@ class Replay:
         Raises:
             RuntimeError: where the function does not take a single sample.
         """
-        B, arguments = self.samples, list(self.leaves)
+        B, arguments, is_cut = self.samples, list(self.leaves), False
         for i, place in self.places.items():
             if isinstance(place, (Layout, Chosen)):
-                arguments[i] = place.of_sample(self.leaves[i], b, B)
+                arguments[i], is_cut = place.of_sample(self.leaves[i], b, B), True
         ends = [self.leaves[i].detach().requires_grad_() for i in self.own]
         for i, end in zip(self.own, ends):
             arguments[i] = end
@@ -46,7 +46,7 @@ class Replay:
             args, kwargs = pytree.tree_unflatten(arguments, self.spec)
             found = _with_gradient(self.func(*args, **kwargs))
         pairs = [
-            (y, place.of_sample(dy, b, B))
+            (y, place.of_sample(dy, b, B) if is_cut else place.alone(dy, b, B))
             for y, dy, place in zip(found, dys, self.results)
             if dy is not None
         ]
@@ -170,7 +170,8 @@ def _version(t: Any) -> int:
 
 def _is_empty(call: Call, leaf: Leaf) -> bool:
     """Whether there is nothing to tell apart."""
-    return not leaf.samples or not any(call.leaves[i].numel() for i in call.others)
+    data = [call.leaves[i] for i in call.others]
+    return not leaf.samples or (bool(data) and not any(t.numel() for t in data))
 
 
 def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:

@@ -5,6 +5,7 @@ or left out by name, in the first batch and in later ones of other sizes.
 
 import gc
 import logging
+import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -924,3 +925,239 @@ def test_a_weight_of_the_loss(mean: bool) -> None:
         gnsfast.per_sample_sqnorms(model, 4),
     ):
         (torch.exp(-model.log) * per_sample(model(x)).mean() + model.log).backward()
+
+
+def over_batches(model: nn.Module, batches: list[Any], B: int) -> list[set[str]]:
+    """The parameters with norms in each batch, all of which are right. It ends at an error."""
+    found = []
+    for x in batches:
+        found.append(right_or_named(model, x, B))
+        if not found[-1]:
+            break
+    return found
+
+
+def when_lengths_differ(m: Any, x: Any) -> Tensor:
+    """Sorts only where it must, as before a function that takes sorted sequences."""
+    h, lengths = x
+    if len({*lengths.tolist()}) == 1:
+        return m.b(m.a(h).tanh())  # type: ignore[no-any-return]
+    order = torch.tensor(order_of(x))
+    y: Tensor = m.b(m.a(h[order]).tanh()[order.argsort()])
+    return y
+
+
+def by_permutation_matrix(m: Any, x: Any) -> Tensor:
+    P = F.one_hot(x[1].argsort(descending=True, stable=True), len(x[1])).to(x[0].dtype)
+    y: Tensor = m.b(P.T @ m.a(P @ x[0]).tanh())
+    return y
+
+
+def by_two_sorts(m: Any, x: Any) -> Tensor:
+    """The second sort is no reverse of the first one."""
+    first = x[1].argsort(descending=True, stable=True)
+    second = (x[1][first] % 3).argsort(stable=True)
+    h = m.a(x[0][first][second]).tanh()
+    y: Tensor = m.b(h[second.argsort()][first.argsort()])
+    return y
+
+
+SORTS = when_lengths_differ, by_permutation_matrix, by_two_sorts
+
+
+@pytest.mark.parametrize("run", SORTS)
+def test_samples_that_are_sorted_in_later_batches(run: Model) -> None:
+    """The first batch has equal lengths, and shows nothing of an order."""
+    model = Made(run, a=linear(), b=linear())
+    lengths = torch.full((6,), 6), torch.tensor([2, 6, 5, 1, 4, 3])
+    found = over_batches(model, [(torch.randn(6, D), own) for own in lengths], 6)
+    assert len(found[0]) == 4 or found[0] == {"b.weight", "b.bias"}
+    assert found[1] <= {"b.weight", "b.bias"}
+
+
+@pytest.mark.parametrize("first", [2, 3, 6, 20])
+def test_an_order_that_changes_late(first: int) -> None:
+    """At growing intervals a batch shows that no sample has the norm of another."""
+    model = Made(when_lengths_differ, a=linear(), b=linear())
+    equal, others = torch.full((5,), 6), torch.tensor([2, 6, 5, 1, 4])
+    for k in range(1, 65):
+        lengths = equal if k < first else others
+        try:
+            with gnsfast.per_sample_sqnorms(model, 5):
+                per_sample(model((torch.randn(5, D), lengths))).sum().backward()
+        except gnsfast.ObservationError as error:
+            assert "a.weight" in str(error) and "order" in str(error)
+            assert first <= k < 4 * first
+            return
+    raise AssertionError("no batch has shown it")
+
+
+class Mixes(nn.Module):
+    """Mixes hidden states of samples in some of the later batches, as manifold mixup does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.steps = linear(), linear(), 0
+        self.random = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        self.steps += 1
+        if self.steps > 4 and self.random.random() < 0.5:
+            h = 0.7 * h + 0.3 * h.roll(1, 0)
+        y: Tensor = self.b(h)
+        return y
+
+
+def test_samples_that_are_mixed_in_some_later_batches() -> None:
+    model = Mixes()
+    with pytest.raises(gnsfast.ObservationError, match=r"a\.weight.*samples meet"):
+        for _ in range(520):
+            with gnsfast.per_sample_sqnorms(model, 4):
+                per_sample(model(torch.randn(4, D))).sum().backward()
+
+
+def test_what_later_batches_cost() -> None:
+    """One pass of batch number 2, 8, 32, ..."""
+    model, x, lengths = nn.Sequential(linear(), nn.GELU(), linear()), torch.randn(16, D), []
+    model[0].register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
+    gnsfast.configure(model, example=x)
+    lengths.clear()
+    for _ in range(199):
+        with gnsfast.per_sample_sqnorms(model, 16):
+            per_sample(model(x)).sum().backward()
+    assert lengths == [16] * (199 + 4)
+
+
+def test_a_captured_pass_is_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check would wait for the device, which no CUDA graph takes up."""
+    model, x, lengths = nn.Sequential(linear(), nn.GELU(), linear()), torch.randn(16, D), []
+    model[0].register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
+    gnsfast.configure(model, example=x)
+    lengths.clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(3):
+        with gnsfast.per_sample_sqnorms(model, 16):
+            per_sample(model(x)).sum().backward()
+    assert lengths == [16] * 3
+
+
+REPEATED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "expand": lambda w, x: w[None].expand(len(x), -1, -1),
+    "repeat": lambda w, x: w.repeat(len(x), 1, 1),
+    "tile": lambda w, x: torch.tile(w, (len(x), 1, 1)),
+    "stack": lambda w, x: torch.stack([w] * len(x)),
+    "cat": lambda w, x: torch.cat([w[None]] * len(x)),
+    "repeat_interleave": lambda w, x: w[None].repeat_interleave(len(x), 0),
+    "ones": lambda w, x: torch.ones(len(x), 1, 1) * w,
+    "einsum": lambda w, x: torch.einsum("b,td->btd", torch.ones(len(x)), w),
+    "heads": lambda w, x: w.repeat(2 * len(x), 1, 1).unflatten(0, (-1, 2)).mean(1),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_parameter_that_is_repeated_for_each_sample(kind: str) -> None:
+    """By any function, and at any place among others."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.a(torch.cat([REPEATED[kind](m.token, x), x], 1))
+        return y
+
+    model = Made(run, a=linear(), token=torch.randn(2, D))
+    for B in (4, 5, 2):
+        assert right_or_named(model, torch.randn(B, 6, D), B) == {"a.weight", "a.bias", "token"}
+
+
+def test_copies_of_a_model_that_takes_pairs() -> None:
+    """Another number of samples shows how many copies there are."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        pairs = x.unflatten(0, (-1, 2)).flatten(0, 1)
+        y: Tensor = m.a(torch.cat([m.token.expand(len(x), -1, -1), pairs], 1))
+        return y
+
+    model = Made(run, a=linear(), token=torch.randn(1, 2, D))
+    for B in (6, 4):
+        assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3
+
+
+def of_lists(m: Any, x: Any) -> Tensor:
+    h, lengths, scales = x
+    mask = torch.arange(h.shape[1]) < torch.tensor(lengths)[:, None]
+    y: Tensor = m.a(h * mask[..., None]) * torch.tensor(scales)[:, None, None]
+    return y
+
+
+def test_lists_of_numbers_beside_a_batch() -> None:
+    """Each number belongs to a sample, and is compared with it."""
+    model = Made(of_lists, a=linear())
+    for B in (5, 4):
+        x = torch.randn(B, 6, D), [1 + k % 6 for k in range(B)], [0.5 + k for k in range(B)]
+        assert len(right_or_named(model, x, B)) == 2
+        assert not gnsfast.coverage(model).proof
+
+
+def test_a_list_that_is_as_long_as_the_batch() -> None:
+    """It has the two sizes of an image."""
+    model = Made(lambda m, x: m.a(x[0].view(len(x[0]), *x[1], D)), a=linear())
+    assert len(right_or_named(model, (torch.randn(2, 6, D), [2, 3]), 2)) == 2
+    assert not gnsfast.coverage(model).proof
+
+
+def test_a_batch_that_is_a_list_of_samples() -> None:
+    model = Made(lambda m, x: m.a(torch.stack(x)), a=linear())
+    for B in (4, 5):
+        assert len(right_or_named(model, [torch.randn(6, D) for _ in range(B)], B)) == 2
+        assert not gnsfast.coverage(model).proof
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count, self.seen = torch.zeros(()), 0, list[float]()
+
+    def add(self, value: Tensor) -> None:
+        self.total += value
+        self.count += 1
+        self.seen.append(float(value))
+
+
+class Accumulates(nn.Module):
+    """Adds a loss to an attribute, which the user sets to zero, and counts in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.meter = linear(), linear(), Meter()
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.aux += h.square().sum()
+        self.meter.add(h.detach().mean())
+        y: Tensor = self.b(h.tanh())
+        return y
+
+
+def test_a_loss_that_is_added_to_an_attribute() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        model.aux = torch.zeros(())
+        return per_sample(model(x)).sum() + model.aux
+
+    model, plain = Accumulates(), Accumulates()
+    plain.load_state_dict(model.state_dict())
+    for k in range(4):
+        x = torch.randn(4, 6, D)
+        loss(plain, x).backward()
+        with gnsfast.per_sample_sqnorms(model, 4) as norms:
+            loss(model, x).backward()
+        assert len(norms) == 4 and model.meter.count == plain.meter.count == k + 1
+        assert model.meter.seen == plain.meter.seen and model.meter.total == plain.meter.total
+        for p, own in zip(plain.parameters(), model.parameters()):
+            torch.testing.assert_close(own.grad, p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_in_another_order() -> None:
+    """There are as many as samples of the first batch that are looked at."""
+    model = Made(lambda s, x: s.conv(x[:, [2, 1, 0]]), conv=nn.Conv2d(3, D, 3))
+    for B in (4, 5, 3):
+        assert len(right_or_named(model, torch.randn(B, 3, 6, 6), B)) == 2
