@@ -219,6 +219,20 @@ def streamed(rank: int, folder: str, data: list[Named]) -> None:
             next(batches)
 
 
+@pytest.mark.parametrize("name", [str, lambda k: 2**64 - 1 - k], ids=["text", "hashes"])
+@pytest.mark.parametrize("kind", [list, Stream], ids=["list", "stream"])
+def test_one_process_sends_nothing(kind: Any, name: Any, tmp_path: Path) -> None:
+    """So it may have names that no tensor holds, as a hash of 64 bits without a sign."""
+    data = [{**s, "id": name(k)} for k, s in enumerate(samples(2 * STEPS * N))]
+    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    trainer = frozen(Plain(), data, tmp_path, callback)
+    if kind is Stream:
+        args = trainer.args
+        trainer = hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback])
+    trainer.train()
+    check(callback.gns.largest(), data, 2 * N, KEPT)
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_streams(tmp_path: Path) -> None:
