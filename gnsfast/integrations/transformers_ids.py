@@ -26,7 +26,8 @@ class KeepsColumn:
             return self.collator(features)
         others = [{k: v for k, v in f.items() if k != self.column} for f in features]
         names, batch = [f[self.column] for f in features], self.collator(others)
-        numbers = all(isinstance(name, Integral) and -(2**63) <= name < 2**63 for name in names)
+        whole = [int(name) for name in names if isinstance(name, Integral)]
+        numbers = len(whole) == len(names) and all(-(2**63) <= name < 2**63 for name in whole)
         if self.is_sent and not numbers:
             raise ValueError(
                 f"GNSCallback(ids={self.column!r}): one process sends the batches of an iterable "
