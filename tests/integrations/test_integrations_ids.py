@@ -98,6 +98,20 @@ def test_a_resumed_run_lists_the_same(tmp_path: Path) -> None:
     assert lines[1] == lines[0][2:]  # what was logged before the checkpoint is not logged again
 
 
+def test_a_checkpoint_between_two_logs(tmp_path: Path) -> None:
+    """The resumed run lists the samples of the updates that the interrupted one had not logged."""
+    data, seen = named(2 * 4 * N), []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        log = tmp_path / f"{resume is None}.jsonl"
+        callback = GNSCallback(keep_largest=2 * N, ids="id", tracker=JSONLTracker(log))
+        saved = dict(save_strategy="steps", save_steps=3, max_steps=4, logging_steps=2)
+        frozen(Plain(), data, tmp_path, callback, **saved).train(resume_from_checkpoint=resume)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        samples = [s for line in lines if "kind" in line for s in line["samples"]]
+        seen.append({s["update"] for s in samples})
+    assert seen == [{0, 1, 2, 3}, {2, 3}]
+
+
 def test_a_reset_counts_updates_from_0(tmp_path: Path) -> None:
     """As after code that freezes parameters."""
 
