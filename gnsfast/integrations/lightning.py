@@ -195,7 +195,7 @@ class GNSMonitor(Measuring, Callback):
             return self._saved or {}
         if self._partial:
             self._give_up()
-        return self.gns.state_dict()
+        return self._state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict or None

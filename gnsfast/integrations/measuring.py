@@ -142,10 +142,18 @@ class Measuring:
         return self.gns
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Continue the measurements of a checkpoint, whose run has logged its largest samples."""
+        """Continue the measurements of a checkpoint, which says whose largest samples its run has
+        logged. An older checkpoint does not, and counts as if it had logged all.
+        """
         assert self.gns is not None
         self.gns.load_state_dict(state)
         self._newly_largest()
+        self._listed = state.get("listed", self._listed)
+
+    def _state(self) -> dict[str, Any]:
+        """All measurements, for a checkpoint. All processes must call this."""
+        assert self.gns is not None
+        return {**self.gns.state_dict(), "listed": self._listed}
 
     def _newly_largest(self) -> list[LargestSample]:
         """The largest samples of the updates since the last call. All processes must call this."""

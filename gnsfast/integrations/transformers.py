@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
-from gnsfast.estimator import GradientNoiseScale
 from gnsfast.integrations.measuring import Measuring
 from gnsfast.integrations.token_losses import (
     LOSSES,
@@ -168,8 +167,8 @@ class GNSCallback(Measuring, TrainerCallback):
         others, first = trainer.callback_handler.callbacks, trainer.is_world_process_zero()
         self._flags.check_run(identity(trainer), others, log=first)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
-        gns = self._start(trainer.model, own, trainer.accelerator.scaler)
-        self._saver = SavedMeasurements(gns, trainer)
+        self._start(trainer.model, own, trainer.accelerator.scaler)
+        self._saver = SavedMeasurements(self._state, trainer)
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._trainer = trainer
@@ -387,8 +386,8 @@ class SavedMeasurements(TrainerCallback, ExportableState):
     state of sharded parameters needs it.
     """
 
-    def __init__(self, gns: GradientNoiseScale, trainer: Any) -> None:
-        self.gns, self._trainer = gns, trainer
+    def __init__(self, measured: Callable[[], dict[str, Any]], trainer: Any) -> None:
+        self._measured, self._trainer = measured, trainer
         self.midway = False  # also what a train() that raised has left
 
     def state(self) -> dict[str, Any]:
@@ -397,7 +396,7 @@ class SavedMeasurements(TrainerCallback, ExportableState):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.midway:
             return
-        found = self.gns.state_dict()
+        found = self._measured()
         if not args.should_save:
             return
         run = Path(self._trainer._get_output_dir(getattr(self._trainer, "_trial", None)))

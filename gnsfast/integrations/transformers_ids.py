@@ -4,6 +4,7 @@ that the model does not take, and collators make tensors of what is left.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ import torch
 
 class KeepsColumn:
     """A data collator that makes a batch of all other columns, and adds this one as it is: as a
-    tensor if it holds whole numbers, which Accelerate can send to other processes, else as a list.
+    tensor if it holds whole numbers of 64 bits, which Accelerate can send to other processes, else
+    as a list.
     """
 
     def __init__(self, collator: Callable[[Any], Any], column: str) -> None:
@@ -24,12 +26,13 @@ class KeepsColumn:
             return self.collator(features)
         others = [{k: v for k, v in f.items() if k != self.column} for f in features]
         names, batch = [f[self.column] for f in features], self.collator(others)
-        numbers = {*map(type, names)} == {int}
+        whole = [int(name) for name in names if isinstance(name, Integral)]
+        numbers = len(whole) == len(names) and all(-(2**63) <= name < 2**63 for name in whole)
         if self.is_sent and not numbers:
             raise ValueError(
                 f"GNSCallback(ids={self.column!r}): one process sends the batches of an iterable "
                 f"data set to the others, and Accelerate cannot send {names[0]!r}. Use a column of "
-                "whole numbers, or let each process make its own batches: "
+                "whole numbers of 64 bits, or let each process make its own batches: "
                 "TrainingArguments(accelerator_config={'dispatch_batches': False})"
             )
         batch[self.column] = torch.tensor(names) if numbers else names
@@ -47,7 +50,8 @@ def keep_column(trainer: Any, column: str, is_asked: Callable[[], bool]) -> None
         collator = KeepsColumn(trainer.data_collator, column)
         with patch.multiple(trainer, _signature_columns=kept, data_collator=collator):
             found = load(*args, **kwargs)
-        collator.is_sent = type(found).__name__ == "DataLoaderDispatcher"
+        is_dispatched = type(found).__name__ == "DataLoaderDispatcher"
+        collator.is_sent = is_dispatched and trainer.accelerator.num_processes > 1
         return found
 
     trainer.get_train_dataloader = loader

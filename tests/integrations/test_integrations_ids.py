@@ -98,6 +98,20 @@ def test_a_resumed_run_lists_the_same(tmp_path: Path) -> None:
     assert lines[1] == lines[0][2:]  # what was logged before the checkpoint is not logged again
 
 
+def test_a_checkpoint_between_two_logs(tmp_path: Path) -> None:
+    """The resumed run lists the samples of the updates that the interrupted one had not logged."""
+    data, seen = named(2 * 4 * N), []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        log = tmp_path / f"{resume is None}.jsonl"
+        callback = GNSCallback(keep_largest=2 * N, ids="id", tracker=JSONLTracker(log))
+        saved = dict(save_strategy="steps", save_steps=3, max_steps=4, logging_steps=2)
+        frozen(Plain(), data, tmp_path, callback, **saved).train(resume_from_checkpoint=resume)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        samples = [s for line in lines if "kind" in line for s in line["samples"]]
+        seen.append({s["update"] for s in samples})
+    assert seen == [{0, 1, 2, 3}, {2, 3}]
+
+
 def test_a_reset_counts_updates_from_0(tmp_path: Path) -> None:
     """As after code that freezes parameters."""
 
@@ -217,6 +231,20 @@ def streamed(rank: int, folder: str, data: list[Named]) -> None:
         batches = iter(trainer.get_train_dataloader().base_dataloader)
         with pytest.raises(ValueError, match="cannot send 'file 0'. Use a column of whole numbers"):
             next(batches)
+
+
+@pytest.mark.parametrize("name", [str, lambda k: 2**64 - 1 - k], ids=["text", "hashes"])
+@pytest.mark.parametrize("kind", [list, Stream], ids=["list", "stream"])
+def test_one_process_sends_nothing(kind: Any, name: Any, tmp_path: Path) -> None:
+    """So it may have names that no tensor holds, as a hash of 64 bits without a sign."""
+    data = [{**s, "id": name(k)} for k, s in enumerate(samples(2 * STEPS * N))]
+    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    trainer = frozen(Plain(), data, tmp_path, callback)
+    if kind is Stream:
+        args = trainer.args
+        trainer = hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback])
+    trainer.train()
+    check(callback.gns.largest(), data, 2 * N, KEPT)
 
 
 @pytest.mark.dist
