@@ -70,13 +70,3 @@ def test_a_probe_of_another_shape() -> None:
     x, w = torch.randn(B, T, 6), torch.randn(3 * E, 6, requires_grad=True)
     with pytest.raises(ValueError, match=r"probe must be float32 \[3, B \+ 2\]"):
         in_projection(x, x, x, w, None, torch.zeros(1, B + 2))
-
-
-def test_without_gradients() -> None:
-    """The probe is left alone."""
-    x, w = torch.randn(B, T, 6), torch.randn(3 * E, 6, requires_grad=True)
-    probe = torch.zeros(3, B + 2, requires_grad=True)
-    with torch.no_grad():
-        ours = in_projection(x, x, x, w, None, probe)
-    assert not ours[0].requires_grad
-    torch.testing.assert_close(torch.cat(ours, -1), F.linear(x, w))
