@@ -215,7 +215,7 @@ class Largest(Side):
                     sqnorm,
                     0.0,
                     sqnorm / median if median else math.inf,
-                    tuple(names[p] for p in most if excess[p] > 0),
+                    tuple(names[p] for p in most if not excess[p] <= 0),  # NaN too
                 )
             )
         return found
