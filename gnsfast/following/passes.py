@@ -116,18 +116,19 @@ class Passes:
         key = samples, groups, measures
         if samples == self.asked.samples:
             self._key = key
-        if key not in self._probes:
+        made = self._probes.pop(key, None)
+        if made is None:
             if len(self._probes) >= KEPT:
-                oldest = next(iter(self._probes))
-                self._watched.discard(oldest)
-                del self._probes[oldest]
+                unused = next(iter(self._probes))
+                self._watched.discard(unused)
+                del self._probes[unused]
             made = []
             for leaf in self.leaves:
                 zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
                 own, pair = (zero.expand(n * measures, samples + 2 + groups) for n in (1, 2))
                 made.append((own.requires_grad_(), pair.requires_grad_()))
-            self._probes[key] = made
-        return self._probes[key]
+        self._probes[key] = made  # the newest: those of the open block stay
+        return made
 
     def call_on_arrival(self, arrives: Callable[[], None] | None) -> None:
         """Call ``arrives``, a method, whenever backward reaches a probe of the open pass."""

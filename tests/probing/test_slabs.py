@@ -39,7 +39,11 @@ def test_probes_are_kept_for_each_number_of_samples() -> None:
     assert probes_of(model) is first is not other is probes_of(model, 3)
     for B in range(7, 20):
         probes_of(model, B)
-    assert probes_of(model) is not first, "only the newest are kept"
+    newest = probes_of(model)
+    assert newest is not first, "only some are kept"
+    for B in range(7, 20):
+        probes_of(model, B)
+        assert probes_of(model) is newest, "among them those that were used last"
 
 
 def freeze(model: nn.Sequential) -> None:
