@@ -20,7 +20,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
-from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.estimator.side import Block, Setup, Side, of_samples
 from gnsfast.following import Facts
 from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, loss_factors, summarize_clusters
 from gnsfast.parallel import gathered
@@ -146,10 +146,7 @@ def members_of(clusters: Any, num_samples: int) -> dict[Any, list[int]]:
             "clusters must be the number of consecutive samples in a cluster, or a list or a "
             f"tensor with the cluster of each sample, not {clusters!r}"
         )
-    names = clusters.tolist() if isinstance(clusters, Tensor) else list(clusters)
-    if len(names) != num_samples:
-        raise ValueError(f"clusters has length {len(names)}, but num_samples is {num_samples}")
     found: dict[Any, list[int]] = {}
-    for b, name in enumerate(names):
+    for b, name in enumerate(of_samples("clusters", clusters, num_samples)):
         found.setdefault(name, []).append(b)
     return found

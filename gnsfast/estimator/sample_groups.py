@@ -15,7 +15,7 @@ from torch import Tensor
 from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
-from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.estimator.side import Block, Setup, Side, of_samples
 from gnsfast.following import Facts
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_group
 from gnsfast.parallel import gathered
@@ -58,15 +58,12 @@ class GroupMeasure(Side):
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if groups are unknown, or their number is not that of the samples."""
-        of_samples, num_samples = block.groups, block.num_samples
-        if isinstance(of_samples, Tensor) and of_samples.ndim != 1:
+        given = block.groups
+        if isinstance(given, Tensor) and given.ndim != 1:
             raise ValueError(
-                "groups must hold one group for each sample, but has shape "
-                f"{list(of_samples.shape)}"
+                f"groups must hold one group for each sample, but has shape {list(given.shape)}"
             )
-        groups = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
-        if len(groups) != num_samples:
-            raise ValueError(f"groups has length {len(groups)}, but num_samples is {num_samples}")
+        groups = of_samples("groups", given, block.num_samples)
         if odd := [g for g in groups if g not in self._index]:
             raise ValueError(
                 f"group {odd[0]!r} is not one of {', '.join(map(repr, self._groups))}, which "

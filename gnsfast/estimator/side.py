@@ -124,3 +124,14 @@ def joined(sides: Sequence[Mapping[str, Facts]]) -> dict[str, Facts]:
             asked = {k: value for k, value in own._asdict().items() if value is not None}
             found[name] = facts._replace(**asked | {"second": (*facts.second, *own.second)})
     return found
+
+
+def of_samples(name: str, given: Sequence[Any] | Tensor, num_samples: int) -> list[Any]:
+    """Argument ``name`` of a block, which has an entry for each sample, as a list.
+
+    Raises ValueError if there are not as many entries as samples.
+    """
+    found = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(found) != num_samples:
+        raise ValueError(f"{name} has length {len(found)}, but num_samples is {num_samples}")
+    return found

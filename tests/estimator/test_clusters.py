@@ -379,26 +379,18 @@ def two_processes(rank: int) -> None:
     FSDP2.
     """
     updates = [[*a, *b] for a, b in zip(sizes(6, 6), sizes(7, 6)[1:])]
-    model = DistributedDataParallel(make())
-    gns = gnsfast.GradientNoiseScale(model)
-    for passes in updates:
-        ids, labels, clusters = passes[rank]
-        with gns.microbatch(len(ids), clusters=clusters):
-            loss_of(model, ids, labels).backward()
-        gns.update()
-        model.zero_grad()
-    expected = truth(model, updates)
-    expected.check(of(gns.compute()))
-    sharded = make()
+    model, sharded = DistributedDataParallel(make()), make()
     fully_shard(sharded)
-    gns = gnsfast.GradientNoiseScale(sharded)
-    for passes in updates:
-        ids, labels, clusters = passes[rank]
-        with gns.microbatch(len(ids), clusters=clusters):
-            loss_of(sharded, ids, labels).backward()
-        gns.update()
-        sharded.zero_grad()
-    expected.check(of(gns.compute()))
+    expected = truth(model, updates)
+    for each in (model, sharded):
+        gns = gnsfast.GradientNoiseScale(each)
+        for passes in updates:
+            ids, labels, clusters = passes[rank]
+            with gns.microbatch(len(ids), clusters=clusters):
+                loss_of(each, ids, labels).backward()
+            gns.update()
+            each.zero_grad()
+        expected.check(of(gns.compute()))
     parts = gnsfast.GradientNoiseScale(model)
     with parts.microbatch(6, clusters=[rank, rank, rank, 5, 5, 5]):
         loss_of(model, *updates[0][rank][:2]).backward()
