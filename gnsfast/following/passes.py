@@ -182,22 +182,36 @@ KEPT = 8
 again."""
 
 
-def fill_probes(loss: Tensor, leaves: list[Leaf]) -> None:
-    """A backward pass of ``loss`` that reaches the probes of ``leaves`` and nothing else."""
+Weighted = tuple[Tensor, Tensor]
+"""A part of what a model returns, and a weight for each of its entries in a loss."""
+
+
+def fill_probes(parts: Sequence[Weighted], leaves: list[Leaf]) -> None:
+    """A backward pass of the loss of ``parts`` that reaches the probes of ``leaves`` and nothing
+    else.
+    """
     probes = _probes_of(leaves)
-    for t, g in zip(probes, gradients(loss, probes)):
+    for t, g in zip(probes, gradients(parts, probes)):
         t.grad = g
 
 
 def gradients(
-    loss: Tensor, tensors: Sequence[Tensor], keep: bool = False
+    parts: Sequence[Weighted], tensors: Sequence[Tensor], keep: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` outside of autocast, where backward passes belong: inside of it
-    torch's own gradients of a bilinear layer are less precise. ``keep``: the graph may have parts
-    that were made before the model ran.
+    """``torch.autograd.grad`` of the weighted sum of ``parts``, of which infinite entries, as of
+    masks, do not count. Outside of autocast, where backward passes belong: inside of it torch's own
+    gradients of a bilinear layer are less precise. ``keep``: the graph may have parts that were
+    made before the model ran.
     """
-    with torch.autocast(loss.device.type, enabled=False):
-        return torch.autograd.grad(loss, tensors, retain_graph=keep, allow_unused=True)
+    outputs, weights = zip(*((t, _of_finite(t, w)) for t, w in parts))
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        return torch.autograd.grad(outputs, tensors, weights, retain_graph=keep, allow_unused=True)
+
+
+def _of_finite(t: Tensor, weights: Tensor) -> Tensor:
+    """``weights``, of which those of infinite entries are zero."""
+    is_finite = t.detach().isfinite()
+    return weights if is_finite.all() else weights.masked_fill(~is_finite, 0.0)
 
 
 def _probes_of(leaves: list[Leaf]) -> list[Tensor]:

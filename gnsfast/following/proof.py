@@ -19,7 +19,7 @@ from gnsfast.following.examples import Example
 from gnsfast.following.layouts import FIRST, SHARED, Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
-from gnsfast.following.passes import Asked, Passes, fill_probes, gradients
+from gnsfast.following.passes import Asked, Passes, Weighted, fill_probes, gradients
 from gnsfast.following.structure import Structure
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
@@ -137,11 +137,11 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
             [] if how == LOSS else _weighed(results, learned.results, B, range(min(example.n, B)))
         )
         if structure.on_any(not weighed):
-            how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
+            how, weighed = LOSS, [] if how == TOGETHER else _loss(results)
             if structure.on_any(not weighed):
                 return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
         try:
-            fill_probes(_sum([part for w in weighed for part in w.parts(results, B)]), leaves)
+            fill_probes([(results[w.number], w.weights) for w in weighed], leaves)
         except Exception as error:  # the model's own, as of an autograd function
             if "once_differentiable" in str(error):
                 return Proof("", {leaf.name: TWICE for leaf in leaves})
@@ -173,29 +173,30 @@ def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
 
 
 class Weighed(NamedTuple):
-    """A result of the model: its number, where its samples lie, and a random weight for each entry
-    of some samples' parts. A loss of all samples has no layout, and its weights are one.
+    """A result of the model: its number, where its samples lie, and weights of its entries in a
+    loss, which are random for some samples and zeros for the others. A loss of all samples has no
+    layout, and its weight is one.
     """
 
     number: int
     layout: Layout | None
-    weights: dict[int, Tensor]
+    weights: Tensor
 
-    def parts(self, results: Sequence[Tensor], n: int) -> list[tuple[Tensor, Tensor]]:
-        """The parts of those of n samples that have weights, or the loss of all."""
-        t = results[self.number]
-        if self.layout is None:
-            return [(t, self.weights[0])]
-        return [(self.layout.of_sample(t, b, n), weight) for b, weight in self.weights.items()]
-
-    def part_of(self, results: Sequence[Tensor], at: int, n: int) -> Tensor | None:
-        """The part of sample number ``at`` of n; None if the result does not hold so many."""
+    def of_sample(
+        self, results: Sequence[Tensor], b: int, B: int, at: int, n: int
+    ) -> Weighted | None:
+        """The part of sample number ``at`` of n with the weights of sample b of B; None if the
+        result does not hold such a part.
+        """
         t = results[self.number] if self.number < len(results) else None
-        if t is None or self.layout is None:
-            return t
-        if not self.layout.fits(t.shape, n):
+        if t is None:
             return None
-        return self.layout.of_sample(t, at, n)
+        weights = self.weights
+        if self.layout is not None:
+            if not self.layout.fits(t.shape, n):
+                return None
+            t, weights = self.layout.of_sample(t, at, n), self.layout.of_sample(weights, b, B)
+        return (t, weights) if t.shape == weights.shape else None
 
 
 def _weighed(
@@ -206,24 +207,17 @@ def _weighed(
     for k, (t, place) in enumerate(zip(results, places)):
         if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, batch):
             continue
-        parts = {b: place.of_sample(t, b, batch) for b in samples}
-        found.append(Weighed(k, place, {b: torch.randn_like(part) for b, part in parts.items()}))
+        weights = torch.zeros_like(t, requires_grad=False)
+        for b in samples:
+            place.of_sample(weights, b, batch).normal_()
+        found.append(Weighed(k, place, weights))
     return found
 
 
-def _loss(results: Sequence[Tensor], samples: int) -> list[Weighed]:
+def _loss(results: Sequence[Tensor]) -> list[Weighed]:
     """The first result that is a single number with a gradient."""
     number = next((k for k, t in enumerate(results) if t.requires_grad and t.numel() == 1), None)
-    if number is None:
-        return []
-    one = torch.ones_like(results[number])
-    return [Weighed(number, None, dict.fromkeys(range(samples), one))]
-
-
-def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The weighted sum of tensors. Infinite entries, as of masks, do not count."""
-    parts = [(t * w)[t.isfinite()].sum(dtype=torch.float64) for t, w in weighted]
-    return torch.stack([p.to(parts[0].device) for p in parts]).sum()
+    return [] if number is None else [Weighed(number, None, torch.ones_like(results[number]))]
 
 
 def meeting(
@@ -238,7 +232,7 @@ def meeting(
         passes.begin(Asked(B), leaves)
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
         weighed = _weighed(results, learned.results, B, samples)
-        parts = [part for w in weighed for part in w.parts(results, B)]
+        parts = [(results[w.number], w.weights) for w in weighed]
         others = [b for b in range(B) if b not in samples]
         found = _with_norms(structure, passes, leaves, parts, others)
     return dict.fromkeys(found, MIXED)
@@ -291,7 +285,7 @@ def _with_norms(
     structure: Structure,
     passes: Passes,
     leaves: list[Leaf],
-    parts: list[tuple[Tensor, Tensor]],
+    parts: list[Weighted],
     others: Any,
 ) -> list[str]:
     """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
@@ -300,7 +294,7 @@ def _with_norms(
     if structure.on_any(not parts):
         return []
     try:
-        fill_probes(_sum(parts), leaves)
+        fill_probes(parts, leaves)
     except Exception:  # the model's own, as of an autograd function
         return []
     B, rows = leaves[0].samples, passes.rows(leaves)
@@ -324,13 +318,11 @@ def _truths(
             with held():
                 args, kwargs, more = _with_gradient(batch.part([b] * copies or range(n)))
                 results = [*map(whole, tensors_of(run(*args, **kwargs)))]
-                parts = []
-                for w in weighed:
-                    part, weight = w.part_of(results, at, n), w.weights[b]
-                    if part is None or part.shape != weight.shape:
-                        return "for a single sample its results have another shape"
-                    parts.append((part, weight))
-                grads = gradients(_sum(parts), [*values, *more], keep=True)
+                parts = [w.of_sample(results, b, batch.n, at, n) for w in weighed]
+                some = [part for part in parts if part is not None]
+                if len(some) < len(parts):
+                    return "for a single sample its results have another shape"
+                grads = gradients(some, [*values, *more], keep=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
