@@ -232,6 +232,9 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
         name = fn.name()
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
             start = (start or 0) + sum(fn._saved_split_sizes[:number])
+        if name == "SliceBackward0" and fn._saved_dim == 0 and fn._saved_step == 1:
+            begin, rows = fn._saved_start, fn._saved_self_sym_sizes[0]
+            start = (start or 0) + (begin if begin < 2**63 else begin + rows - 2**64)
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
             is_select = name == "SelectBackward0"
             sizes = fn._saved_self_sym_sizes if is_select else (len(fn._input_metadata), n)

@@ -152,8 +152,10 @@ def _routes(look: Look) -> dict[Leaf, dict[str, None]]:
 def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
     """The steps of each leaf."""
     found: dict[Leaf, list[Step]] = {}
+    chosen = {leaf: _chosen(leaf, looks, n) for leaf in looks.base.seen}
+    # Rows that are the same in all samples, as those of a first token, show nothing alone.
+    shown = {name for own in chosen.values() for name, each in own.items() if each.is_changed}
     for leaf, calls in looks.base.seen.items():
-        chosen = _chosen(leaf, looks, n)
         in_grad_mode = any(call.has_grad for call in calls)
         for k, call in enumerate(calls):
             if in_grad_mode and not call.has_grad:  # else a checkpoint calls it again
@@ -162,8 +164,9 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             fewer = _nth(looks.fewer, leaf, k, call) if call.of_data else None
             m = looks.fewer.samples if looks.fewer else 0
             step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
-            if UNKNOWN in (*step.arguments, *step.results):
-                step = step._replace(chosen=chosen.get(call.name, NO_ROWS))
+            if UNKNOWN in (*step.arguments, *step.results) and call.name in shown:
+                own = chosen[leaf].get(call.name)
+                step = step._replace(chosen=NO_ROWS if own is None else own.rows)
             found.setdefault(leaf, []).append(step)
     return found
 
@@ -214,17 +217,28 @@ def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:
     return Layout(d, first.interleaved, shape[d] // n if shape[d] > n else 0)
 
 
-def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, frozenset[int]]:
-    """The functions whose rows the data have chosen, as in ``Step.chosen``: each sample keeps its
-    rows, in any order, while others are replaced.
+class Kept(NamedTuple):
+    """Rows that the data have chosen, of which each sample keeps its own, in any order, while
+    others are replaced: ``rows`` as in ``Step.chosen``. ``is_changed``: those of a replaced one are
+    others.
     """
+
+    rows: frozenset[int]
+    is_changed: bool
+
+
+def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, Kept]:
+    """The functions that take such rows."""
     rows: dict[str, set[int]] = {}
     for call in looks.base.seen[leaf]:
         rows.setdefault(call.name, set()).update(() if call.owners is None else [call.owners.each])
-    return {name: frozenset(k) for name, k in rows.items() if _keeps_rows(leaf, name, looks, n)}
+    found = {name: _keeps_rows(leaf, name, looks, n) for name in rows}
+    return {name: Kept(frozenset(rows[name]), own) for name, own in found.items() if own is not None}
 
 
-def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
+def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool | None:
+    """Whether a replaced sample has other rows; None where another one has."""
+
     def of(look: Look) -> list[Tensor] | None:
         calls = [call for call in look.seen.get(leaf, []) if call.name == name]
         if any(call.owners is None for call in calls):
@@ -237,7 +251,7 @@ def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
 
     first = of(looks.base)
     if first is None:
-        return False
+        return None
 
     def same(a: Tensor, b: Tensor) -> bool:
         return len(a) == len(b) and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -246,6 +260,6 @@ def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
     for b, look in looks.others.items():
         other = of(look)
         if other is None or not all(same(first[j], other[j]) for j in range(n) if j != b):
-            return False
+            return None
         changed |= not same(first[b], other[b])
     return changed

@@ -597,6 +597,48 @@ def experts_of_real_tokens(m: Any, x: Any) -> Tensor:
     return torch.zeros_like(h).masked_scatter(mask[..., None].expand_as(h), out)
 
 
+def experts_by_where(m: Any, ids: Tensor) -> Tensor:
+    """As in Mixtral: the rows of an expert are the tokens at which a mask is set."""
+    x = m.norm(m.table(ids)).flatten(0, 1)
+    weight, chosen = m.router(x).softmax(-1).topk(2)
+    mask, out = F.one_hot(chosen, len(m.experts)).permute(2, 1, 0), torch.zeros_like(x)
+    for expert, own in zip(m.experts, mask):
+        k, at = torch.where(own)
+        if len(at):
+            rows = x[None, at].reshape(-1, D)
+            out.index_add_(0, at, expert(rows) * weight[at, k, None])
+    return out.view(*ids.shape, D)
+
+
+def experts_by_slices(m: Any, ids: Tensor) -> Tensor:
+    """As in DeepSeek's code: the rows are sorted by expert, and each gets a slice of them."""
+    x = m.norm(m.table(ids)).flatten(0, 1)
+    weight, chosen = m.router(x).softmax(-1).topk(2)
+    order = chosen.flatten().argsort()
+    rows, parts, start = x[order // 2], [], 0
+    for expert, n in zip(m.experts, chosen.flatten().bincount(minlength=len(m.experts)).tolist()):
+        if n:
+            parts.append(expert(rows[start : start + n]))
+            start += n
+    y = torch.zeros_like(rows).index_copy(0, order, torch.cat(parts)).view(-1, 2, D)
+    return (y * weight[..., None]).sum(1).view(*ids.shape, D)
+
+
+@pytest.mark.parametrize("run", [experts_by_where, experts_by_slices])
+@pytest.mark.parametrize("B, T, seed", [(4, 3, 0), (4, 4, 1), (2, 5, 2), (3, 2, 3)])
+def test_many_experts_that_get_few_rows(run: Model, B: int, T: int, seed: int) -> None:
+    """Some get none in a batch, one of each sample, or the same first token of all."""
+    torch.manual_seed(seed)
+    experts = nn.ModuleList(nn.Sequential(linear(), nn.SiLU(), linear()) for _ in range(16))
+    parts = {"table": nn.Embedding(9, D), "norm": nn.LayerNorm(D), "router": nn.Linear(D, 16)}
+    model = Made(run, experts=experts, **parts)
+    batches = [torch.randint(9, (B, T)) for _ in range(9)]
+    for ids in batches[:-1]:
+        ids[:, 0] = 1
+    found = over_batches(model, batches, B)
+    assert [*map(len, found)] == [len([*model.parameters()])] * 9
+
+
 def test_rows_that_are_chosen_from_chosen_rows() -> None:
     """The first batch has no padding. In the next one each sample has four tokens on average."""
     model = Made(experts_of_real_tokens, a=linear(), experts=nn.ModuleList([linear(), linear()]))
