@@ -233,7 +233,9 @@ def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, Kept]:
     for call in looks.base.seen[leaf]:
         rows.setdefault(call.name, set()).update(() if call.owners is None else [call.owners.each])
     found = {name: _keeps_rows(leaf, name, looks, n) for name in rows}
-    return {name: Kept(frozenset(rows[name]), own) for name, own in found.items() if own is not None}
+    return {
+        name: Kept(frozenset(rows[name]), own) for name, own in found.items() if own is not None
+    }
 
 
 def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool | None:

@@ -45,7 +45,11 @@ def mark_of_results(
         return RAGGED
     by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if isinstance(mark, Mark)]
     by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
-    if by_mask or (name == "where" and len(arguments) == 1) or (name == "repeat_interleave" and by_data):
+    if (
+        by_mask
+        or (name == "where" and len(arguments) == 1)
+        or (name == "repeat_interleave" and by_data)
+    ):
         return RAGGED
     by_order |= name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
     if by_order:

@@ -21,6 +21,7 @@ from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, Weighted, fill_probes, gradients
 from gnsfast.following.structure import Structure
+from gnsfast.functional import graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
 from gnsfast.tensors import map_tensors, tensors_of, whole
@@ -125,9 +126,11 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
     _, run, leaves, batch, example, learned = trial
     B, own = batch.n, batch.replaced(-1)
     passes.begin(Asked(B), leaves)
-    before = structure.chance()
+    before, graphs = structure.chance(), graphs_of_gradients[0]
     with structure.as_it_was():
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
+        if structure.on_any(graphs_of_gradients[0] != graphs):
+            return Proof("", {leaf.name: TWICE for leaf in leaves})
         for leaf in leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
         drew = structure.on_any(structure.chance() != before)
@@ -143,8 +146,6 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         try:
             fill_probes([(results[w.number], w.weights) for w in weighed], leaves)
         except Exception as error:  # the model's own, as of an autograd function
-            if "once_differentiable" in str(error):
-                return Proof("", {leaf.name: TWICE for leaf in leaves})
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)

@@ -12,6 +12,7 @@ are those of ``torch.nn.functional``.
 from gnsfast.functional._attention import attention
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._autocast import backward_pass as backward_pass
+from gnsfast.functional._autocast import graphs_of_gradients as graphs_of_gradients
 from gnsfast.functional._bilinear import bilinear
 from gnsfast.functional._channel_norm import channel_norm
 from gnsfast.functional._conv import conv

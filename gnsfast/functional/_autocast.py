@@ -40,12 +40,19 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
+graphs_of_gradients = [0]
+"""How many backward passes were to have a graph of their own (``create_graph``)."""
+
+
 def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that is not differentiated itself, and computes in the dtypes that forward
-    chose, even if the user calls it inside an autocast block. ``function`` takes the saved tensors
-    before the gradients. It is not seen by the class of a parameter that is followed.
+    """A backward pass that computes in the dtypes that forward chose, even if the user calls it
+    inside an autocast block. ``function`` takes the saved tensors before the gradients. It is not
+    seen by the class of a parameter that is followed. To differentiate its results is an error.
     """
-    once = once_differentiable(function)
+
+    @once_differentiable
+    def once(ctx: Any, _: Tensor, tensors: Any, *grads: Tensor | None) -> Any:
+        return function(ctx, tensors, *grads)
 
     @wraps(function)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -55,6 +62,10 @@ def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(ctx, tensors, *grads)  # to turn off what is off takes 2 µs
             some = next((g for g in grads if g is not None), None)
             with nullcontext() if some is None else without_autocast(some):
-                return once(ctx, tensors, *grads)
+                if not torch.is_grad_enabled():
+                    return function(ctx, tensors, *grads)
+                graphs_of_gradients[0] += 1
+                # The results depend on saved tensors too, even where no gradient needs one.
+                return once(ctx, torch.zeros((), requires_grad=True), tensors, *grads)
 
     return run

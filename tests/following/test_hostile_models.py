@@ -369,24 +369,26 @@ def test_a_parameter_that_is_replaced_in_a_block() -> None:
         model(torch.randn(4, D)).sum().backward()
 
 
-def test_gradients_of_gradients_are_left_out() -> None:
-    """Their gradients are torch's, and the error says why there is nothing to measure."""
+@pytest.mark.parametrize("between", [torch.tanh, lambda h: h, lambda h: F.layer_norm(h, (D,))])
+def test_gradients_of_gradients_are_left_out(between: Callable[[Tensor], Tensor]) -> None:
+    """As of forces, which are gradients of an energy. The gradients in a block are torch's."""
 
-    def field(m: Any, x: Tensor) -> Tensor:
+    def forces(m: Any, x: Tensor) -> Tensor:
         y = x.clone().requires_grad_()
-        energy = m.b(m.a(y).tanh()).sum()
+        energy = m.b(between(m.a(y))).sum()
         return torch.autograd.grad(energy, y, create_graph=True)[0]
 
-    model, x = Made(field, a=linear(), b=linear()), torch.randn(4, D)
+    model, x = Made(forces, a=linear(), b=linear(), c=linear()), torch.randn(4, D)
     per_sample(model(x)).sum().backward()
-    real = model.a.weight.grad
+    real = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     with (
         pytest.raises(gnsfast.ObservationError, match="a.weight.*gradient of its gradient"),
         gnsfast.per_sample_sqnorms(model, 4),
     ):
         per_sample(model(x)).sum().backward()
-    torch.testing.assert_close(model.a.weight.grad, real)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, real[n])
 
 
 def class_token(m: Any, x: Tensor) -> Tensor:
@@ -844,14 +846,25 @@ def test_as_many_positions_as_samples(shape: tuple[int, ...]) -> None:
         assert len(right_or_named(model, x, B)) == 6
 
 
+LAYERS = {
+    "tanh": lambda: nn.Sequential(linear(), nn.Tanh(), linear()),
+    "linear": lambda: nn.Sequential(linear(), linear()),
+    "norm": lambda: nn.Sequential(linear(), nn.LayerNorm(D), linear()),
+    "conv": lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 3), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("measure", ["norms", "noise scale"])
-def test_a_penalty_on_gradients_is_named(measure: str) -> None:
-    """torch's own error does not say what to do."""
-    model, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, D, requires_grad=True)
+def test_a_penalty_on_gradients_is_named(layers: str, measure: str) -> None:
+    """torch's own error does not say what to do, and there is none where no incoming gradient needs
+    one.
+    """
+    model, x = LAYERS[layers](), torch.randn(4, D, requires_grad=True)
     gns = gnsfast.GradientNoiseScale(model)
     block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.microbatch(4)
     with pytest.raises(gnsfast.ObservationError, match="TwoBatchNoiseScale"), block:
-        loss = per_sample(model(x)).mean()
+        loss = model(x).sum()
         slope = torch.autograd.grad(loss, x, create_graph=True)[0]
         (loss + slope.square().sum()).backward()
 
