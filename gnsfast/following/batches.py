@@ -5,11 +5,12 @@ The first batch in a block shows this, before the model gets it. A part of the m
 by itself shows its own. Later batches show what the first one did not reach.
 """
 
+import itertools
 import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
-from gnsfast.following.examples import FEW, Example, lists_of
+from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import Later
 from gnsfast.following.leaf import Leaf
@@ -31,6 +32,9 @@ from gnsfast.following.structure import Structure, own_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import collectives, shared
 from gnsfast.tensors import tensors_of
+
+Examples = list[tuple[Example, Example | None]]
+"""Some samples of a batch, beside the whole batch."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Batches:
         self._learned: Learned | None = None
         self._ordered: list[Leaf] = []
         self._is_joint = False  # its forward pass needs the other processes
-        self._few, self._lists, self._later = FEW, False, Later(structure, passes)
+        self._few, self._arrangement, self._later = FEW, Arrangement(), Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._holders: list[nn.Module] = []  # of parameters that no batch has shown in use
@@ -256,8 +260,8 @@ class Batches:
             return
         self._structure.given = args, kwargs
         begun = time.perf_counter()
-        examples = self._examples(args, kwargs, samples)
-        own = examples[0][0].n if examples else 0
+        ways = self._ways(module, args, kwargs, samples)
+        own = ways[0][0][0].n if ways else 0
         n = shared(own, _smaller, self._groups)
         if not n and documents is not None:
             self._join(Proof("rows of packed documents are not samples here"))
@@ -266,12 +270,12 @@ class Batches:
         looked = weakref.WeakSet(self._looked)
         self._see(module, args, kwargs)
         if n and self._groups:
-            example, batch = examples[0] if examples else (Example.of(args, kwargs, samples), None)
+            example, batch = ways[0][0] if ways else (Example.of(args, kwargs, samples), None)
             example = example or Example.without_samples(args, kwargs, n)
-            examples = [(example.few(n), batch)]
-        if examples:
+            ways = [[(example.few(n), batch)]]
+        if ways:
             try:
-                found = self._learned_from(module, leaves, examples, bool(own))
+                found = self._learned_from(module, leaves, ways, bool(own))
             except BaseException:  # such as KeyboardInterrupt: then the next batch shows it
                 self._looked, self.is_learned = looked, False
                 self._parts.discard(module)
@@ -292,20 +296,22 @@ class Batches:
         if (call := self._block.on_learned()) is not None:
             call()
 
-    def _examples(
-        self, args: Any, kwargs: Any, samples: int
-    ) -> list[tuple[Example, Example | None]]:
+    def _ways(self, module: nn.Module, args: Any, kwargs: Any, samples: int) -> list[Examples]:
         """A few samples of a batch, and other numbers of them if the model does not take these, all
-        beside the whole batch.
+        beside the whole batch; for each way in which it may hold its samples. Of a part of the
+        model the first one counts that it takes.
         """
         documents = self._passes.asked.documents
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
-            return [] if example is None else [(example, None)]
-        sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples)) if samples > 1 else ()
-        found = (Example.of(args, kwargs, samples, lists) for lists in (True, False))
-        batches = {batch.dims: batch for batch in found if batch is not None}
-        return [(batch.few(n), batch) for batch in batches.values() for n in sizes]
+            return [] if example is None else [[(example, None)]]
+        if samples < 2:
+            return []
+        sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))
+        batches = Example.all_of(args, kwargs, samples)
+        ways: list[Examples] = [[(batch.few(n), batch) for n in sizes] for batch in batches]
+        is_part = module is not self._structure.model
+        return [[*itertools.chain(*ways)]] if is_part and ways else ways
 
     def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module is learnt, with all that it calls."""
@@ -336,7 +342,7 @@ class Batches:
         """
         structure, passes, unseen = self._structure, self._passes, self._unseen
         args, kwargs = self._block.batch
-        batch = Example.of(args, kwargs, passes.asked.samples, self._lists)
+        batch = Example.of(args, kwargs, passes.asked.samples, self._arrangement)
         if batch is None or passes.is_reached:  # backward has begun
             return
         assert self._learned is not None
@@ -361,50 +367,70 @@ class Batches:
         return run if run is not None and module is self._structure.model else module
 
     def _learned_from(
+        self, module: nn.Module, leaves: list[Leaf], ways: list[Examples], is_own: bool
+    ) -> Proof:
+        """Learn from the first way to hold its samples that the model takes. Where another one is
+        proven as well, which of them is right cannot be seen. Processes that shard the parameters
+        take over what the first of them has learnt whose example has samples of its own
+        (``is_own``).
+        """
+        found: list[tuple[Arrangement, Proof]] = []
+        with self._looking(leaves):
+            for k in reversed(range(len(ways))):  # what the last one shows stays
+                tried = self._learned_from_one(module, leaves, ways[k], k == 0, is_own)
+                if isinstance(tried, Proof):
+                    found.append((ways[k][0][0].arrangement, tried))
+        if not found:
+            return Proof(f"the model does not take some of the samples of its batch ({tried})")
+        *others, (usual, proof) = found
+        for way, other in others:
+            if not other.reason and _flaws(other) <= _flaws(proof):
+                unclear = f"{TWO_WAYS} {usual}, as is usual, or {way}"
+                lost = {leaf.name: unclear for leaf in leaves} if proof.reason else {}
+                return proof._replace(reason=unclear, wrong=proof.wrong | lost)
+        return proof
+
+    def _learned_from_one(
         self,
         module: nn.Module,
         leaves: list[Leaf],
-        examples: Iterable[tuple[Example, Example | None]],
+        examples: Examples,
+        is_usual: bool,
         is_own: bool,
-    ) -> Proof:
-        """Learn from the first of ``examples`` that the model takes. Processes that shard the
-        parameters take over what the first of them has learnt whose example has samples of its own
-        (``is_own``).
-        """
+    ) -> Proof | str:
+        """Learn from the first of ``examples`` that the model takes, or say why it takes none."""
         structure, passes, run = self._structure, self._passes, self._called(module)
         learned: Learned | None = None
         error, begun = "", collectives()
-        with self._looking(leaves):
-            for tried in examples:
-                example, batch = tried
-                passes.begin(Asked(example.n), leaves)
-                try:
-                    learned = learn(structure, leaves, run, example)
-                    break
-                except Exception as own:  # the model's own, whatever it is
-                    if self._takes(run, example):  # then it is an error of ours
-                        raise
-                    error = error or first_line(own)
-            self._is_joint |= collectives() != begun
-            if learned is None:
-                what = "does not take some of the samples of its batch"
-                return Proof(f"the model {what} ({error})")
-            unseen = [leaf for leaf in leaves if leaf not in learned.routes]
-            if unseen and module.training and not self._groups:
-                learned = learned.joined(self._skipped(run, module, unseen, example))
-            if self._groups:
-                learned = self._shared(leaves, learned, is_own)
-            is_part = module is not structure.model
-            learned.tell(leaves, is_part)
-            self.is_half |= learned.is_half
-            if not is_part:
-                self._few, self._learned, self._lists = example.n, learned, example.lists
-                self.is_by_run = self._block.run is not None
-                self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
-            if structure.on_any(not is_own):
-                return Proof("a process has no batch of several samples")
-            trial = Trial(module, run, leaves, batch or example, example, learned)
-            return prove(structure, passes, trial)
+        for tried in examples:
+            example, batch = tried
+            passes.begin(Asked(example.n), leaves)
+            try:
+                learned = learn(structure, leaves, run, example)
+                break
+            except Exception as own:  # the model's own, whatever it is
+                if is_usual and self._takes(run, example):  # then it is an error of ours
+                    raise
+                error = error or first_line(own)
+        self._is_joint |= collectives() != begun
+        if learned is None:
+            return error
+        unseen = [leaf for leaf in leaves if leaf not in learned.routes]
+        if unseen and module.training and not self._groups:
+            learned = learned.joined(self._skipped(run, module, unseen, example))
+        if self._groups:
+            learned = self._shared(leaves, learned, is_own)
+        is_part = module is not structure.model
+        learned.tell(leaves, is_part)
+        self.is_half |= learned.is_half
+        if not is_part:
+            self._few, self._learned, self._arrangement = example.n, learned, example.arrangement
+            self.is_by_run = self._block.run is not None
+            self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
+        if structure.on_any(not is_own):
+            return Proof("a process has no batch of several samples")
+        trial = Trial(module, run, leaves, batch or example, example, learned)
+        return prove(structure, passes, trial)
 
     def _skipped(
         self, run: Callable[..., Any], module: nn.Module, leaves: list[Leaf], example: Example
@@ -473,6 +499,14 @@ class Batches:
         self._is_apart = True
 
 
+TWO_WAYS = (
+    "its samples may lie in two ways, and gnsfast.configure(model, example=...) with another "
+    "number of them shows which:"
+)
+SEVERAL = (
+    "a part that the model does not call gets several rows for each sample, which may follow each "
+    "other or not. With gnsfast.configure(model, example=..., run=...) the whole pass shows which"
+)
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
     "call: these may be positions that all samples share, or a number for each sample. With "
@@ -488,6 +522,11 @@ BLIND = (
     "is known of several. Before this block call gnsfast.configure(model, example=batch) on every "
     "process."
 )
+
+
+def _flaws(proof: Proof) -> tuple[bool, int]:
+    """What tells a better proof from others."""
+    return bool(proof.reason), len(proof.unproven | {*proof.wrong})
 
 
 def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
@@ -524,14 +563,15 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
 
 def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
     """Why what a part gets does not show its samples: a list of consecutive numbers, as many as
-    samples, or two dimensions of their number.
+    samples, or two dimensions of their number, or none.
     """
     for t in tensors_of((args, kwargs)) if samples > 1 else ():
         if t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all()):
             return POSITIONS
         if t.ndim > 2 and t.shape[:2] == (samples, samples):
             return SQUARE
-    return ""
+    shapes = [t.shape for t in tensors_of((args, kwargs))]
+    return "" if any(samples in shape[:2] for shape in shapes) else SEVERAL
 
 
 def _detached(t: Tensor) -> Tensor:

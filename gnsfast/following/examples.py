@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few samples of a batch, as the arguments of a model."""
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gnsfast.following.layouts import FIRST, Layout
 from gnsfast.functional import Documents
 from gnsfast.tensors import map_tensors, tensors_of
 
@@ -19,41 +21,85 @@ class Listed(list[Any]):
     """A list with a value, or a tensor, of each sample."""
 
 
+class Arrangement(NamedTuple):
+    """One way in which a batch may hold its samples: in dimension ``dim`` of its tensors, which is
+    0 by default where any has their number there, else 1. With ``lists``, lists of B values hold
+    samples. In tensors that have several rows for each, those of a sample may lie ``apart``: every
+    B-th row.
+    """
+
+    lists: bool = False
+    dim: int | None = None
+    apart: bool = False
+
+    def __str__(self) -> str:
+        if self.lists:
+            return "in lists"
+        return f"in dimension {self.dim}" + (", in rows that are apart" if self.apart else "")
+
+
+USUAL = Arrangement()
+
+
 class Example(NamedTuple):
-    """Samples of a batch: the arguments ``args`` and ``kwargs`` of a model, of which the tensors in
-    ``dims`` have their n samples along these dimensions, each in as many consecutive rows.
+    """Samples of a batch: the arguments ``args`` and ``kwargs`` of a model, of which the tensors
+    with ``layouts`` have their n samples there.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     n: int
-    dims: tuple[int | None, ...]
+    layouts: tuple[Layout | None, ...]
+    arrangement: Arrangement = USUAL
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, B: int, lists: bool = False) -> "Example | None":
-        """A batch of ``B`` samples; None if nothing has them. With ``lists`` those of B values hold
-        samples too.
-        """
+    def of(
+        cls, args: Any, kwargs: Any, B: int, arrangement: Arrangement = USUAL
+    ) -> "Example | None":
+        """A batch of ``B`` samples; None if nothing has them."""
+        lists, dim, apart = arrangement
         if lists:
             is_leaf = partial(_is_list_of, B=B)
             args, kwargs = pytree.tree_map_only(list, Listed, (args, kwargs), is_leaf)
         given = tensors_of((args, kwargs), KINDS)
         tensors = [t for t in given if isinstance(t, Tensor)]
-        at = 0 if any(t.ndim and t.shape[0] == B for t in tensors) else 1
-        square = any(t.shape[:2] == (B, B) and not _is_mask(t) for t in tensors)
+        if dim is None:
+            dim = 0 if any(t.ndim and t.shape[0] == B for t in tensors) else 1
+        square = any(_is_square(t, B) for t in tensors)
 
-        def dim_of(t: Any) -> int | None:
+        def layout_of(t: Any) -> Layout | None:
             if isinstance(t, Listed):
-                return 0
-            return None if square and _is_of_tokens(t, B) else _dim_of(t, at, B)
+                return FIRST
+            return None if square and _is_of_tokens(t, B) else _layout_of(t, dim, B, apart)
 
-        dims = tuple(map(dim_of, given))
-        return cls(tuple(args), dict(kwargs), B, dims) if {*dims} - {None} else None
+        layouts = tuple(map(layout_of, given))
+        own = arrangement._replace(dim=dim)
+        return cls(tuple(args), dict(kwargs), B, layouts, own) if {*layouts} - {None} else None
 
-    @property
-    def lists(self) -> bool:
-        """Whether it has lists of samples."""
-        return any(isinstance(t, Listed) for t in tensors_of((self.args, self.kwargs), KINDS))
+    @classmethod
+    def all_of(cls, args: Any, kwargs: Any, B: int) -> "list[Example]":
+        """A batch of ``B`` samples in all ways in which it may hold them, the most usual first."""
+        given = (args, kwargs)
+        listed, tensors = lists_of(given, B), tensors_of(given)
+        square = any(_is_square(t, B) and not _is_of_tokens(t, B) for t in tensors)
+        first = bool(listed) and not any(B in t.shape[:2] for t in tensors_of(listed))
+        ways = itertools.product(
+            (False, True), (None, 1) if square else (None,), (first, not first)
+        )
+        found: list[Example] = []
+        for apart, dim, lists in ways:
+            own = cls.of(args, kwargs, B, Arrangement(lists, dim, apart))
+            if own is not None and not any(own.is_like(other) for other in found):
+                found.append(own)
+        return found
+
+    def is_like(self, other: "Example") -> bool:
+        """Whether another one holds the same samples."""
+        is_same = self.layouts == other.layouts
+        if is_same or self.arrangement.lists != other.arrangement.lists:
+            return is_same
+        pairs = zip(*(tensors_of((own.args, own.kwargs)) for own in (self.few(), other.few())))
+        return all(torch.equal(a, b) for a, b in pairs)
 
     def few(self, n: int = FEW) -> "Example":
         """So many of its samples, again from the first if it has fewer."""
@@ -93,23 +139,23 @@ class Example(NamedTuple):
                     parts = [own.narrow(d, s, T) for own, s in zip(parts, first)]
             return torch.cat(parts) if t.ndim else t.detach().clone()
 
-        dims = tuple(0 if t.ndim else None for t in tensors_of((args, kwargs)))
+        layouts = tuple(FIRST if t.ndim else None for t in tensors_of((args, kwargs)))
         args, kwargs = map_tensors(cut, (tuple(args), dict(kwargs)))
-        return cls(args, kwargs, n, dims)
+        return cls(args, kwargs, n, layouts)
 
     def part(self, samples: Any) -> "Example":
         """Some of the samples."""
         chosen = list(samples)
-        dims = iter(self.dims)
+        layouts = iter(self.layouts)
 
         def pick(t: Any) -> Any:
-            d = next(dims)
+            layout = next(layouts)
             if isinstance(t, Listed):
                 return Listed(map_tensors(_copy, [t[b] for b in chosen]))
-            return _copy(t) if d is None else _copy(t, _picked(t, d, chosen, self.n))
+            return _copy(t) if layout is None else _copy(t, _picked(t, layout, chosen, self.n))
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs), KINDS)
-        return Example(args, kwargs, len(chosen), self.dims)
+        return self._replace(args=args, kwargs=kwargs, n=len(chosen))
 
     def replaced(self, b: int) -> "Example":
         """The samples, with the next one in the place of sample ``b``. Sample -1 replaces none."""
@@ -120,14 +166,11 @@ KINDS = (Tensor, Listed)
 
 
 def _is_list_of(value: Any, B: int) -> bool:
-    """Whether ``value`` is a list of B values, none of which is a batch itself."""
-    if type(value) is not list or len(value) != B:
-        return False
-    return all(B not in t.shape[:2] for t in tensors_of(value))
+    return type(value) is list and len(value) == B
 
 
 def lists_of(tree: Any, B: int) -> list[Any]:
-    """The lists in ``tree`` that hold B samples."""
+    """The lists in ``tree`` that may hold B samples."""
     is_listed = partial(_is_list_of, B=B)
     return [*filter(is_listed, pytree.tree_leaves(tree, is_leaf=is_listed))]
 
@@ -138,20 +181,27 @@ def _copy(t: Tensor, own: Tensor | None = None) -> Tensor:
     return own.requires_grad_(t.requires_grad)
 
 
-def _dim_of(t: Tensor, at: int, B: int) -> int | None:
-    """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the
-    first two for ids and features, which may lie sequence first beside a mask that does not. One
-    row of positions [1, T] is none. A mask of each head [B * heads, T, T] has several rows for a
-    sample.
+def _layout_of(t: Tensor, at: int, B: int, apart: bool) -> Layout | None:
+    """Where a tensor of the batch holds the B samples: in dimension ``at``, or in the other one of
+    the first two for ids and features, which may lie sequence first beside a mask that does not.
+    One row of positions [1, T] holds none. In a mask of each head [B * heads, T, T] a sample has
+    several rows.
     """
     s = t.shape
     if t.layout != torch.strided or t.is_nested:
         return None
     if len(s) > at and s[at] == B:
-        return at
+        return Layout(at)
     if at == 0 and len(s) > 1 and s[1] == B and not (_is_mask(t) or (len(s) == 2 and s[0] == 1)):
-        return 1
-    return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None
+        return Layout(1)
+    if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2]:
+        return Layout(0, apart, s[0] // B)
+    return FIRST if at == 1 and s == (B,) else None
+
+
+def _is_square(t: Tensor, B: int) -> bool:
+    """Whether the samples may lie in dimension 0 or in dimension 1."""
+    return t.shape[:2] == (B, B) and not _is_mask(t)
 
 
 def _is_mask(t: Tensor) -> bool:
@@ -168,8 +218,12 @@ def _is_of_tokens(t: Tensor, B: int) -> bool:
     return any(torch.equal(t, own) for own in triangles)
 
 
-def _picked(t: Tensor, dim: int, samples: list[int], n: int) -> Tensor:
+def _picked(t: Tensor, layout: Layout, samples: list[int], n: int) -> Tensor:
     """Some of the n samples of a tensor, which may be a DTensor."""
-    t, each = t.detach(), t.shape[dim] // n
-    is_all = samples == [*range(n)]  # whose parts take long to cut where they are many
-    return torch.cat([t] if is_all else [t.narrow(dim, b * each, each) for b in samples], dim)
+    t, d = t.detach(), layout.dim
+    if samples == [*range(n)]:  # whose parts take long to cut where they are many
+        return t.clone()
+    parts = [layout.of_sample(t, b, n) for b in samples]
+    return (
+        torch.stack(parts, d + 1).flatten(d, d + 1) if layout.interleaved else torch.cat(parts, d)
+    )

@@ -165,8 +165,8 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             m = looks.fewer.samples if looks.fewer else 0
             step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
             if UNKNOWN in (*step.arguments, *step.results) and call.name in shown:
-                own = chosen[leaf].get(call.name)
-                step = step._replace(chosen=NO_ROWS if own is None else own.rows)
+                kept = chosen[leaf].get(call.name)
+                step = step._replace(chosen=NO_ROWS if kept is None else kept.rows)
             found.setdefault(leaf, []).append(step)
     return found
 

@@ -67,7 +67,7 @@ class Look(TorchFunctionMode):
     def begin(self, example: Example) -> None:
         """Mark the tensors that have samples."""
         given = tensors_of((example.args, example.kwargs), KINDS)
-        for t in tensors_of([[t] for t, d in zip(given, example.dims) if d is not None]):
+        for t in tensors_of([[t] for t, own in zip(given, example.layouts) if own is not None]):
             _mark(t, DATA)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -39,6 +39,8 @@ class Replay:
         for i, place in self.places.items():
             if isinstance(place, (Layout, Chosen)):
                 arguments[i], is_cut = place.of_sample(self.leaves[i], b, B), True
+        if self.func.__name__ in RECURRENT and not _has_states_of_each(arguments):
+            raise RuntimeError("its states are of other sequences than its input")
         ends = [self.leaves[i].detach().requires_grad_() for i in self.own]
         for i, end in zip(self.own, ends):
             arguments[i] = end
@@ -75,6 +77,15 @@ class Replay:
                 leave(expression, own, (self, number))
             return torch.zeros_like(expression.leaves[0].probe)
         return reduced(g_B1P, Plan(**flat(expression.facts(like))), g_B1P.dtype)[1]
+
+
+def _has_states_of_each(arguments: list[Any]) -> bool:
+    """Whether a recurrent layer gets as many states as sequences. Torch does not look, and writes
+    to memory of others. Packed sequences come with the numbers of those that are as long.
+    """
+    x, states, is_first = arguments[0], arguments[1], arguments[-1]
+    sequences = x.shape[0 if is_first else 1]
+    return bool(states.ndim < 3 or x.ndim < 3 or states.shape[1] == sequences)
 
 
 def _with_gradient(results: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ or left out by name, in the first batch and in later ones of other sizes.
 import gc
 import logging
 import random
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -1216,3 +1217,86 @@ def test_channels_in_another_order() -> None:
     model = Made(lambda s, x: s.conv(x[:, [2, 1, 0]]), conv=nn.Conv2d(3, D, 3))
     for B in (4, 5, 3):
         assert len(right_or_named(model, torch.randn(B, 3, 6, 6), B)) == 2
+
+
+class Sequences(nn.Module):
+    """Time first, as torch's recurrent layers are by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(9, D), nn.LSTM(D, D), linear()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.layer(self.table(ids))[0])
+        return y
+
+
+def time_first(m: Any, x: Any) -> Tensor:
+    return per_sample(m(x).transpose(0, 1))
+
+
+TWO_WAYS = "may lie in two ways.*dimension 0.*dimension 1"
+
+
+def test_as_many_time_steps_as_sequences() -> None:
+    """Torch's LSTM itself would crash where the sequences of its states are others."""
+    model, ids = Sequences(), torch.randint(0, 9, (4, 4))
+    assert right_or_named(model, ids, 4, time_first) == set()
+    gnsfast.configure(model, example=torch.randint(0, 9, (5, 4)), num_samples=4)
+    for T in (5, 4, 3):
+        assert len(right_or_named(model, torch.randint(0, 9, (T, 4)), 4, time_first)) == 7
+
+
+@pytest.mark.parametrize("T", [3, 4])
+def test_as_many_tokens_as_samples_of_a_model_that_sees_one_by_one(T: int) -> None:
+    """Samples are taken to come first. That tokens might be them is no secret."""
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    assert len(right_or_named(model, torch.randn(4, T, D), 4)) == 4
+    assert (re.search(TWO_WAYS, gnsfast.coverage(model).proof) is None) == (T != 4)
+
+
+def encoded_pairs(m: Any, x: Tensor) -> Tensor:
+    return per_sample(torch.cat([*m(x).chunk(2)], -1))
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_pairs_in_two_halves_of_a_batch(is_part: bool) -> None:
+    """Rows b and B + b are sample b, as of a siamese network. Nothing shows it."""
+    encoder = nn.Sequential(linear(), nn.Tanh(), linear())
+    model: nn.Module = Made(lambda m, x: m.encoder(x), encoder=encoder) if is_part else encoder
+
+    def loss(m: Any, x: Any) -> Tensor:
+        return encoded_pairs(m.encoder if is_part else m, x)
+
+    x = torch.randn(8, 3, D)
+    try:
+        assert right_or_named(model, x, 4, loss) == set()
+    except gnsfast.SampleShapeError as error:
+        assert not is_part and "4 samples" in str(error)
+
+
+def loss_of_pairs(m: Any, x: Any) -> Tensor:
+    return encoded_pairs(m.encoder, x[0]).mean() + 0 * x[1].sum()
+
+
+def test_a_loss_of_pairs() -> None:
+    """The labels have the number of the samples. Of the rows either way might be right."""
+    model = Made(loss_of_pairs, encoder=nn.Sequential(linear(), nn.Tanh(), linear()))
+    with (
+        pytest.raises(gnsfast.ObservationError, match="encoder.0.weight.*rows that are apart"),
+        gnsfast.per_sample_sqnorms(model, 4),
+    ):
+        model((torch.randn(8, 3, D), torch.randn(4))).backward()
+
+
+def clouds(m: Any, x: Any) -> Tensor:
+    """Each sample is a cloud of points."""
+    y: Tensor = m.b(torch.stack(m.a(torch.cat(x)).tanh().split([*map(len, x)])).amax(1))
+    return y
+
+
+@pytest.mark.parametrize("points", [3, 4, 5])
+def test_as_many_points_as_clouds(points: int) -> None:
+    model = Made(clouds, a=linear(), b=linear())
+    found = right_or_named(model, [torch.randn(points, D) for _ in range(4)], 4)
+    assert len(found) == (0 if points == 4 else 4)

@@ -483,9 +483,9 @@ def same_direction(z: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("last", [tokens_that_count, same_direction])
 def test_a_model_that_returns_its_loss_alone(last: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Its own loss proves it, if each sample is in it what it is alone, with a weight."""
-    model, y = LossAlone(last), torch.randint(0, 5, (B, T))
+    model, y = LossAlone(last), torch.randint(0, 5, (B, T + 1))
     with gnsfast.per_sample_sqnorms(model, B):
-        model(torch.randn(B, T, D), y).backward()
+        model(torch.randn(B, T + 1, D), y).backward()
     shown = gnsfast.coverage(model)
     assert shown.covered_fraction == 1 and ("samples meet" in shown.proof) == (
         last is same_direction
