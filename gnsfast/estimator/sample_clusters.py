@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Integral
 from reprlib import repr
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.sample_groups import GroupedSamples
 from gnsfast.estimator.settings import Settings
-from gnsfast.estimator.side import Block, Setup, Side, of_samples
+from gnsfast.estimator.side import Block, Setup, of_samples
 from gnsfast.following import Facts
-from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, loss_factors, summarize_clusters
+from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, summarize_clusters
 from gnsfast.parallel import gathered
 
 APART = (
@@ -33,18 +34,7 @@ APART = (
 )
 
 
-class ClusterRows(NamedTuple):
-    """What a pass left: the cluster of each sample, their number, the columns of samples, and the
-    rows from ``ProbeSlab.groups``.
-    """
-
-    cluster_B: Tensor
-    clusters: int
-    slots: int
-    rows: list[Tensor]
-
-
-class ClusterMeasure(Side):
+class ClusterMeasure(GroupedSamples):
     """The measurement of clusters, over all parameters that have norms."""
 
     name = "clusters"
@@ -60,37 +50,19 @@ class ClusterMeasure(Side):
         # A micro-batch that is measured by itself may have a part of a cluster.
         self._is_local = setup.settings.local
         self._has_compared = self._is_local or setup.processes.world == 1
-        self._members: list[list[int]] = []
-        self._slots = 0
-        self._facts: dict[torch.device, Facts] = {}
-        self._cluster_B = torch.zeros(0, dtype=torch.int64)
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if clusters do not divide the samples, or do not say whose is each."""
-        found = members_of(block.clusters, block.num_samples)
+        cluster_B = clusters_of(block.clusters, block.num_samples)
+        index = {name: k for k, name in enumerate(dict.fromkeys(cluster_B))}
         if not block.before:
             self._ids = set()
         if not self._is_local and not isinstance(block.clusters, Integral):
-            for name in found:
+            for name in index:
                 if name in self._ids:
                     raise ValueError(APART.format(repr(name), "two micro-batches of an update"))
-            self._ids.update(found)
-        members = [*found.values()]
-        leaves = self.setup.slab.followed.leaves
-        if members != self._members or block.slots != self._slots:
-            self._members, self._slots = members, block.slots
-            self._cluster_B = torch.zeros(block.num_samples, dtype=torch.int64)
-            for k, own in enumerate(members):
-                self._cluster_B[own] = k
-            groups = block.groups_of([*map(torch.tensor, members)])
-            devices = {leaf.parameter.device for leaf in leaves}
-            self._facts = {device: Facts(groups=groups.to(device)) for device in devices}
-        return {leaf.name: self._facts[leaf.parameter.device] for leaf in leaves}
-
-    def passed(self) -> ClusterRows:
-        return ClusterRows(
-            self._cluster_B, len(self._members), self._slots, self.setup.slab.groups()
-        )
+            self._ids.update(index)
+        return self._ask([index[name] for name in cluster_B], len(index), block)
 
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
         if self._has_compared:
@@ -105,22 +77,9 @@ class ClusterMeasure(Side):
             seen |= ids
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
-        return torch.stack([self._of_pass(each, device) for each in update.passes]).sum(0)
-
-    def _of_pass(self, each: Pass, device: torch.device) -> Tensor:
-        """This process's share of a micro-batch's numbers."""
-        cluster_B, clusters, slots, rows = each.left[self.name]
-        columns = slice(slots + 2, slots + 2 + clusters)
-        k = torch.stack([t[:, columns].sum(dtype=torch.float64).to(device) for t in rows]).sum()
-        lengths_B = torch.ones(len(cluster_B), dtype=torch.float64, device=device)
-        if isinstance(each.tokens, Tensor):
-            lengths_B = each.tokens.to(device, torch.float64)
-        a: Any = each.scale
-        if self.setup.settings.loss_reduction == "mean":
-            a = a / lengths_B.sum()
-        weights = lengths_B.new_zeros(clusters).index_add_(0, cluster_B.to(device), a * lengths_B)
-        k = loss_factors.without_scale(k, each.loss_scale)
-        return torch.stack([k, weights.square().sum(), (weights > 0).sum().double()])
+        found = torch.cat([self.of_groups(each, device) for each in update.passes])
+        _, k, _, _, clusters, _, w, *_ = found.sum(0)
+        return torch.stack([k, w, clusters])
 
     def added(
         self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
@@ -130,8 +89,8 @@ class ClusterMeasure(Side):
         return replace(result, clusters=found)
 
 
-def members_of(clusters: Any, num_samples: int) -> dict[Any, list[int]]:
-    """The samples of each cluster, from their size or from the cluster of each sample."""
+def clusters_of(clusters: Any, num_samples: int) -> list[Any]:
+    """The cluster of each sample, perhaps from the size of all clusters."""
     if isinstance(clusters, Integral):
         size = integer("clusters", clusters, least=2)
         if num_samples % size:
@@ -146,7 +105,4 @@ def members_of(clusters: Any, num_samples: int) -> dict[Any, list[int]]:
             "clusters must be the number of consecutive samples in a cluster, or a list or a "
             f"tensor with the cluster of each sample, not {clusters!r}"
         )
-    found: dict[Any, list[int]] = {}
-    for b, name in enumerate(of_samples("clusters", clusters, num_samples)):
-        found.setdefault(name, []).append(b)
-    return found
+    return of_samples("clusters", clusters, num_samples)

@@ -5,7 +5,7 @@ The summed gradient of a group is known only within one micro-batch. Each micro-
 measured by itself, as ``source="local"`` does for all samples.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, of_samples
 from gnsfast.following import Facts
+from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_group
 from gnsfast.parallel import gathered
 
@@ -25,17 +26,63 @@ WIDTH = 2 + loss_factors.SCALARS
 
 
 class GroupRows(NamedTuple):
-    """What a pass left: the samples of each group, the columns of samples, and the rows from
-    ``ProbeSlab.groups``.
+    """What a pass left: the group of each column of samples, which is one more than there are
+    ``groups`` for a column without a sample, and the rows from ``ProbeSlab.groups``.
     """
 
-    members: list[Tensor]
-    slots: int
+    group_S: Tensor
+    groups: int
     rows: list[Tensor]
 
 
-class GroupMeasure(Side):
-    """The measurement of each group, over all parameters that have norms."""
+class GroupedSamples(Side):
+    """Samples in groups, whose summed gradients a pass measures, over all parameters that have
+    norms.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._block: Any = None
+        self._left = GroupRows(torch.zeros(0, dtype=torch.int64), 0, [])
+        self._facts: dict[torch.device, Facts] = {}
+
+    def _ask(self, group_B: list[int], groups: int, block: Block) -> Mapping[str, Facts]:
+        """Measure the groups of the samples, numbered from 0."""
+        leaves = self.setup.slab.followed.leaves
+        if self._block != (group_B, groups, block.slots):
+            self._block = group_B, groups, block.slots
+            group_S = torch.tensor(group_B + [groups] * (block.slots - len(group_B)))
+            self._left = GroupRows(group_S, groups, [])
+            asked = Groups(group_S.argsort(stable=True), group_S.bincount(minlength=groups))
+            devices = {leaf.parameter.device for leaf in leaves}
+            self._facts = {device: Facts(groups=asked.to(device)) for device in devices}
+        return {leaf.name: self._facts[leaf.parameter.device] for leaf in leaves}
+
+    def passed(self) -> GroupRows:
+        return self._left._replace(rows=self.setup.slab.groups())
+
+    def of_groups(self, each: Pass, device: torch.device) -> Tensor:
+        """This process's share of a micro-batch's numbers of each group, [G, WIDTH]."""
+        group_S, G, rows = each.left[self.name]
+        S, tokens = len(group_S), each.tokens
+        sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
+        lengths_S = torch.zeros(S, dtype=torch.float64, device=device)
+        lengths_S[: each.num_samples] = 1.0 if tokens is None else torch.as_tensor(tokens)
+        is_mean = self.setup.settings.loss_reduction == "mean"
+        a: Any = each.scale / lengths_S.sum() if is_mean else each.scale
+        of_samples = torch.stack([sums[:S], (lengths_S > 0).double(), lengths_S, lengths_S**2])
+        index = group_S.to(device, non_blocking=True)
+        found = of_samples.new_zeros(4, G + 1).index_add_(1, index, of_samples)
+        p, n, total, squares = found[:, :G]
+        parts = loss_factors.scalars_of(n, total, squares, 0.0, a, local=True)
+        scalars_SG = torch.stack([n.new_zeros(G) + part for part in parts])
+        scalars_SG = torch.where(n > 0, scalars_SG, 0.0)  # a group of padding has no sample
+        norms_2G = torch.stack([p, sums[S + 2 : S + 2 + G]])
+        return torch.cat([loss_factors.without_scale(norms_2G, each.loss_scale), scalars_SG]).T
+
+
+class GroupMeasure(GroupedSamples):
+    """The measurement of each group by itself."""
 
     name = "groups"
 
@@ -53,12 +100,10 @@ class GroupMeasure(Side):
             )
         self.width = len(names) * WIDTH
         self._index = {name: k for k, name in enumerate(names)}
-        self._members: list[Tensor] = []
-        self._slots = 0
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if groups are unknown, or their number is not that of the samples."""
-        given = block.groups
+        given: Sequence[Any] | Tensor = block.groups
         if isinstance(given, Tensor) and given.ndim != 1:
             raise ValueError(
                 f"groups must hold one group for each sample, but has shape {list(given.shape)}"
@@ -69,39 +114,11 @@ class GroupMeasure(Side):
                 f"group {odd[0]!r} is not one of {', '.join(map(repr, self._groups))}, which "
                 "GradientNoiseScale(groups=[...]) named"
             )
-        group_B = torch.tensor([self._index[g] for g in groups])
-        self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self._groups))]
-        self._slots, asked = block.slots, block.groups_of(self._members)
-        leaves = self.setup.slab.followed.leaves
-        return {leaf.name: Facts(groups=asked.to(leaf.parameter.device)) for leaf in leaves}
-
-    def passed(self) -> GroupRows:
-        return GroupRows(self._members, self._slots, self.setup.slab.groups())
+        return self._ask([self._index[g] for g in groups], len(self._groups), block)
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
-        return torch.stack([self._of_pass(each, device) for each in update.passes]).sum(0)
-
-    def _of_pass(self, each: Pass, device: torch.device) -> Tensor:
-        """This process's share of a micro-batch's numbers."""
-        found = torch.zeros(len(self._groups), WIDTH, dtype=torch.float64, device=device)
-        tokens: Any = each.tokens
-        members, slots, rows = each.left[self.name]
-        sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
-        p_B, q_G = sums[:slots], sums[slots + 2 :]
-        a: float | Tensor = each.scale
-        if self.setup.settings.loss_reduction == "mean":
-            total = each.num_samples if tokens is None else tokens.to(device).double().sum()
-            a = each.scale / total
-        for k, index in enumerate(members):
-            if not len(index):
-                continue
-            own = None if tokens is None else tokens[index.to(tokens.device)]
-            scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, device)
-            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # a group of padding has no sample
-            p = p_B[index.to(device, non_blocking=True)].sum()
-            of_group = loss_factors.without_scale(torch.stack([p, q_G[k]]), each.loss_scale)
-            found[k] = torch.cat([of_group, scalars])
-        return found.flatten()
+        found = [self.of_groups(each, device) for each in update.passes]
+        return torch.stack(found).sum(0).flatten()
 
     def added(
         self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None

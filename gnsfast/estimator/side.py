@@ -16,7 +16,6 @@ from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.records import Pass, Update
 from gnsfast.estimator.settings import Settings
 from gnsfast.following import NOTHING, Facts
-from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
@@ -50,11 +49,6 @@ class Block(NamedTuple):
     update: int
     clusters: Any
     slots: int
-
-    def groups_of(self, members: Sequence[Tensor]) -> Groups:
-        """The groups of all slots: those of samples, and one more of the slots without a sample."""
-        empty = torch.arange(self.num_samples, self.slots)
-        return Groups.of(*members, *([empty] if len(empty) else []))
 
 
 class Side:

@@ -26,6 +26,7 @@ factor (a clipped gradient, a manual division).
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,22 +71,26 @@ def microbatch_scalars(
     if isinstance(scale, Tensor):
         scale = _float64(scale, device)
     a = scale / total if loss_reduction == "mean" else scale
-    u = a * total
-    parts = (
-        n,
-        total,
-        1.0,
-        total * total / n,
-        u * u if local else u,
-        a * a * n,
-        a * a * squares,
-        a * a * unknown,
-    )
+    parts = scalars_of(n, total, squares, unknown, a, local)
     if isinstance(total, Tensor) or isinstance(a, Tensor):
         return torch.stack(
             [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
         )
     return _vector(parts, device)
+
+
+def scalars_of(
+    n: Any, total: Any, squares: Any, unknown: Any, a: Any, local: bool
+) -> tuple[Any, ...]:
+    """The scalars of ``n`` samples with u_b = ``a`` L_b, in the order of ``microbatch_scalars``.
+    ``total`` is Σ L_b, ``squares`` the known part of Σ L_b², ``unknown`` the factor of Var L.
+    """
+    u = a * total
+    square = a * a
+    return (
+        *(n, total, 1.0, total * total / n, u * u if local else u),
+        *(square * n, square * squares, square * unknown),
+    )
 
 
 @functools.lru_cache(64)
