@@ -39,8 +39,8 @@ class AdamMetric(Side):
 
     name, width = "adam", 2
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         return settings.optimizer is not None
 
     def __init__(self, setup: Setup) -> None:

@@ -74,8 +74,8 @@ class Largest(Side):
 
     name = "largest"
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         return settings.keep_largest > 0
 
     def __init__(self, setup: Setup) -> None:

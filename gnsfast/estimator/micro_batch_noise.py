@@ -224,8 +224,8 @@ class MicroBatches(Side):
 
     name = "micro_batches"
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         return settings.by_gradients
 
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from gnsfast.combinations import TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
-from gnsfast.estimator.dual_norms import DualNorms
+from gnsfast.estimator.dual_norms import DualNorm, SpectralNorm
 from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
@@ -51,7 +51,8 @@ from gnsfast.tensors import is_dtensor
 SIDES: tuple[type[Side], ...] = (
     MicroBatches,
     AdamMetric,
-    DualNorms,
+    DualNorm,
+    SpectralNorm,
     GroupMeasure,
     ClusterMeasure,
     Largest,

@@ -40,8 +40,8 @@ class ClusterMeasure(GroupedSamples):
     name = "clusters"
     width = CLUSTER_NUMBERS
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         return settings.clusters
 
     def __init__(self, setup: Setup) -> None:

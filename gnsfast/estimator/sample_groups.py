@@ -86,8 +86,8 @@ class GroupMeasure(GroupedSamples):
 
     name = "groups"
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         return bool(settings.groups)
 
     def __init__(self, setup: Setup) -> None:

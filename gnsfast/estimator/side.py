@@ -60,8 +60,8 @@ class Side:
     width = 0
     """How many numbers it has in an update."""
 
-    @staticmethod
-    def is_asked(settings: Settings) -> bool:
+    @classmethod
+    def is_asked(cls, settings: Settings) -> bool:
         """Whether the settings ask for it."""
         raise NotImplementedError
 

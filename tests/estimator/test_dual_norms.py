@@ -363,7 +363,8 @@ def test_unequal_lengths(metric: str) -> None:
                 whole = whole + torch.stack(parts)
     gns.compute()
     [row] = gns._ledger.ring[2:3]
-    found = row[-gns._start().sides["dual"].width :].view(-1, 7).sum(0)
+    [side] = gns._start().sides.values()
+    found = row[-side.width :].view(-1, 7).sum(0)
     torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)
 
 

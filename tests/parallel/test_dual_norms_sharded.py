@@ -110,7 +110,8 @@ def alone(model: nn.Module, metric: Any = METRICS, **options: Any) -> gnsfast.Gr
 def numbers(gns: gnsfast.GradientNoiseScale) -> Tensor:
     """[U, P, 7] of the updates after the first, which has no past."""
     rows = gns._ledger.ring[1 : gns.compute().updates]
-    return rows[:, -gns._start().sides["dual"].width :].unflatten(1, (-1, 7))
+    width = sum(side.width for side in gns._start().sides.values())
+    return rows[:, -width:].unflatten(1, (-1, 7))
 
 
 def check(
@@ -218,7 +219,7 @@ def memory(rank: int) -> None:
     gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
     with gns.microbatch(4):
         loss = loss_of(model, updates[0][rank][0])
-        sign, spectral = (gns._start().sides["dual"].of[metric] for metric in METRICS)
+        sign, spectral = (gns._start().sides[metric] for metric in METRICS)
         every = [*sign._holdings.values(), *spectral._holdings.values()]
         assert all(each._sums == [None, None] for each in every)
         loss.backward()
