@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts

@@ -17,10 +17,9 @@ from gnsfast.combinations import SIGN, SPECTRAL
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.dual_factors import Factors, factors
-from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts

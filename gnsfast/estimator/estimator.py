@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.attachment import Attachment
-from gnsfast.estimator.exchange import Window
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
+from gnsfast.estimator.records import Window
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.estimator.side import Side
@@ -163,7 +163,7 @@ class GradientNoiseScale:
         if not observer.is_settled:
             observer.settle()
             with torch.inference_mode(False):  # see ``_start``
-                self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
+                self._ledger = Ledger(self.window, observer.numbers)
         return observer
 
     @contextmanager
@@ -403,12 +403,8 @@ class GradientNoiseScale:
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""
-        observer = self._settle()
-        self._ledger.settle()
-        first = max(0, self._measured - self.window)
-        order = [k % self.window for k in range(first, self._measured)]
-        window = observer.exchange.window(self._ledger.ring[order])
-        sides = [*observer.sides.values()]
+        sides = [*self._settle().sides.values()]
+        window = self._ledger.window()
         return window, [*zip(sides, window.sides.split([side.width for side in sides], 1))]
 
     def largest(self, k: int | None = None) -> list[LargestSample]:
@@ -468,7 +464,7 @@ class GradientNoiseScale:
         """How many numbers of an update a state holds: all but those of ``largest``, the last."""
         observer = self._settle()
         largest = observer.sides.get("largest")
-        return observer.exchange.width - (0 if largest is None else largest.width)
+        return observer.numbers.width - (0 if largest is None else largest.width)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``, with the same bits as without an interruption.

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update, kept
+from gnsfast.estimator.records import Pass, Update, Window, kept
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts

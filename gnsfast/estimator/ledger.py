@@ -3,15 +3,14 @@
 arithmetic.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gnsfast.estimator.exchange import Exchange
-from gnsfast.estimator.records import Update
+from gnsfast.estimator.numbers import Numbers
+from gnsfast.estimator.records import Update, Window
 
 MOST = 64
 """So many passes may wait for their arithmetic. After that it is done as soon as the device has
@@ -21,17 +20,12 @@ finished them, so a run that never asks for its numbers is not held up."""
 class Ledger:
     """The vectors of the newest ``window`` updates, in ``ring``, and the sum of all flags."""
 
-    def __init__(
-        self,
-        window: int,
-        exchange: Exchange,
-        numbers: Callable[[list[Update]], tuple[Tensor, Tensor]],
-    ) -> None:
-        self.ring = torch.zeros(window, exchange.width, dtype=torch.float64, device="cpu")
-        self.flags = torch.zeros(exchange.flags, dtype=torch.float64, device="cpu")
+    def __init__(self, window: int, numbers: Numbers) -> None:
+        self.ring = torch.zeros(window, numbers.width, dtype=torch.float64, device="cpu")
+        self.flags = torch.zeros(numbers.flags, dtype=torch.float64, device="cpu")
         self.count = 0  # updates in the ring so far
         self._on_host = not torch.cuda.is_available()
-        self._numbers, self._at_once = numbers, exchange.processes.world > 1
+        self._numbers, self._at_once = numbers, numbers.processes.world > 1
         self._waiting: list[Any] = []
         self._passes = 0
         self._coming: Transfer | None = None
@@ -53,6 +47,13 @@ class Ledger:
         self._take()
         self._send()
         self._take()
+
+    def window(self) -> Window:
+        """The numbers of the newest updates, oldest first. This waits for the device."""
+        self.settle()
+        size = len(self.ring)
+        newest = [k % size for k in range(max(0, self.count - size), self.count)]
+        return self._numbers.window(self.ring[newest])
 
     def _send(self) -> None:
         if self._on_host:  # to look for tensors of a device takes 0.1 ms an update

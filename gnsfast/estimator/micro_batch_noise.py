@@ -27,8 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from gnsfast import reference
 from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass
+from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
 from gnsfast.following import Facts

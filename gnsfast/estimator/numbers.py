@@ -1,48 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the numbers of updates from what their passes left.
+"""Computes the numbers of updates from what their passes left, and sums them over processes.
 
 A pass and an update only keep tensors as they are. The arithmetic follows in ``compute()``, on the
 host. With several processes it follows in ``update()``, on the device, because they must sum their
-numbers.
+numbers: one vector for each update. Beside p and q it holds what processes must agree on: the
+samples' weights on all pipeline stages, a given ``grad_norm``, and the gradients of data-parallel
+replicas. So a disagreement is noticed.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gnsfast.estimator.exchange import Exchange, Seen, Shares, another_norm
 from gnsfast.estimator.fingerprint import rewritten
 from gnsfast.estimator.micro_batch_noise import weights_of_units
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
+from gnsfast.estimator.stages import Stages
 from gnsfast.noise_scale import loss_factors
-from gnsfast.probing import Audit, ProbeSlab, calls_of
+from gnsfast.parallel import Processes
+from gnsfast.probing import Audit, calls_of, checks
 
 
 class Numbers:
-    """Computes the vectors and the flags of ``Exchange`` on the device that holds the tensors."""
+    """Computes the numbers and the flags of updates on the ``device`` that holds their tensors.
+
+    The ``width`` numbers of an update are those of ``Window``. Its ``flags`` are the calls of each
+    of the K units, and their surplus calls, then ``checks.FLAGS``. ``replicas`` says which
+    parameters data-parallel replicas share.
+    """
 
     def __init__(
         self,
-        slab: ProbeSlab,
-        exchange: Exchange,
+        units: int,
+        order: Tensor,
+        stages: Stages,
         settings: Settings,
+        processes: Processes,
         replicas: list[bool],
         audit: Audit,
         sides: Sequence[Side],
-        device: torch.device,
     ) -> None:
-        self._exchange, self._processes = exchange, exchange.processes
-        self._settings, self.device = settings, device
-        self._audit, self._sides = audit, sides
-        self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
-        self._units, self._order = len(slab.units), slab.order(device)
-        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
+        self.processes, self._stages, self._settings = processes, stages, settings
+        self._audit, self._sides, self.device = audit, sides, order.device
+        self._no_rows = order.new_zeros(0, 3, dtype=torch.float64)  # of an empty stage
+        self._units, self._order = units, order
+        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=self.device)
+        self._slot = stages.rank * processes.tensor + processes.coordinate
+        K, of_sides = len(stages.units), sum(side.width for side in sides)
+        self._widths = [K, K, 1, loss_factors.SCALARS, of_sides]
+        self.width, self.flags = sum(self._widths), 2 * K + len(checks.FLAGS)
+
+    def window(self, numbers_UW: Tensor) -> Window:
+        """The parts of the numbers of U updates."""
+        p, q, whole, *rest = numbers_UW.split(self._widths, 1)
+        return Window(p, q, whole.squeeze(1), *rest)
 
     def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor]:
-        """The vectors [U, width] and the flags of U updates. They do not depend on which updates
+        """The numbers [U, width] and the flags of U updates. They do not depend on which updates
         are computed together. Calls cost more than arithmetic here, so there are few of them.
         """
         passes = [each for update in updates for each in update.passes]
@@ -52,23 +70,59 @@ class Numbers:
         def of_updates(t: Tensor) -> Tensor:
             return t.new_zeros(len(updates), *t.shape[1:]).index_add_(0, of_pass, t)
 
-        sums_U2K, scalars, calls, surplus, *lost = map(of_updates, self._of_passes(passes))
+        sums_U2K, scalars, *calls, misplaced = map(of_updates, self._of_passes(passes))
         # All tensor-parallel processes found the same.
-        p_UK, q_UK = (sums_U2K / self._processes.tensor).unbind(1)
+        p_UK, q_UK = (sums_U2K / self.processes.tensor).unbind(1)
         whole_U = q_UK.sum(1)
-        seen_U6 = whole_U.new_zeros(len(updates), len(Seen._fields))
+        of_gradients = []
         for u, update in enumerate(updates):
-            if not update.by_probe or update.norm is not None:
-                q, whole, seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
-                seen_U6[u] = torch.stack([*seen])  # first: it may hold a view of ``whole_U``
-                q_UK[u], whole_U[u] = q, whole
+            q, whole, seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
+            of_gradients.append(torch.stack(seen))  # first: it may hold a view of ``whole_U``
+            q_UK[u], whole_U[u] = q, whole
+        seen_U7 = torch.stack(of_gradients)
         sides_UE = p_UK.new_zeros(len(updates), 0)
         if self._sides:
             rows = ([side.numbers(each, self.device) for side in self._sides] for each in updates)
             sides_UE = torch.stack([torch.cat(row) for row in rows])
-        seen = Seen(*seen_U6.unbind(1))
-        return self._exchange(
-            Shares(p_UK, q_UK, whole_U, scalars, sides_UE, calls, surplus, lost[0], lost[1], seen)
+        of = self._stages.of_units
+        return self._summed(
+            p_q=torch.cat([of(p_UK), of(q_UK), whole_U[:, None]], 1),
+            weights=self._in_place(scalars / self.processes.tensor, self._stages.rank),
+            sides=sides_UE,
+            calls=torch.cat([*map(of, calls)], 1),
+            flags=torch.cat([seen_U7[:, :3], misplaced], 1),
+            norms=seen_U7[:, 3:6],
+            replicas=self._in_place(_moments(seen_U7[:, 6]), self._slot, self.processes.tensor),
+        )
+
+    def _in_place(self, t_UN: Tensor, place: int, tensor: int = 1) -> Tensor:
+        """The numbers of this process in their place among those of all stages, or of all processes
+        that have a share of the layers.
+        """
+        found = t_UN.new_zeros(len(t_UN), self.processes.stages * tensor, t_UN.shape[1])
+        found[:, place] = t_UN
+        return found.flatten(1)
+
+    def _summed(self, **parts: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers and the flags of all processes, from this process's share of each part."""
+        vector = torch.cat([*parts.values()], 1)
+        world, stages = self.processes.world, self.processes.stages
+        if world > 1:
+            dist.all_reduce(vector, group=self._settings.group)
+        widths = [t.shape[1] for t in parts.values()]
+        of = dict(zip(parts, vector.split(widths, 1)))
+        norm, square, read = of["norms"].unbind(1)
+        of["flags"][:, 2] += another_norm(norm / world, read)
+        weights_UNS = of["weights"].unflatten(1, (stages, -1))
+        first = weights_UNS[:, :1]
+        disagreements = [
+            _differ(*of["replicas"].unflatten(1, (-1, 3)).unbind(2)).any(1),
+            _differ(norm.new_tensor(world), norm, square),
+            ((weights_UNS - first).abs() > 1e-6 * first.abs()).flatten(1).any(1),
+        ]
+        return (
+            torch.cat([of["p_q"], weights_UNS[:, 0], of["sides"]], 1),
+            torch.cat([of["calls"], of["flags"], torch.stack(disagreements, 1).double()], 1),
         )
 
     def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
@@ -80,7 +134,9 @@ class Numbers:
         rows_K3P = torch.cat([self._no_rows, *parts]).view(P, K, 3).permute(1, 2, 0)
         rows_K3P = torch.zeros_like(rows_K3P).index_copy_(0, self._order, rows_K3P)
         sums = rows_K3P[:, :2].contiguous()
-        self._add_audits(passes, sums)
+        if audited := [k for k, each in enumerate(passes) if each.arrived]:
+            arrived = [passes[k].arrived for k in audited]
+            self._audit.add(sums[..., audited].permute(2, 1, 0), arrived)
         for k, each in enumerate(passes):
             if each.loss_scale is not None:
                 sums[..., k] = loss_factors.without_scale(sums[..., k], each.loss_scale)
@@ -89,26 +145,18 @@ class Numbers:
         uses_KP = uses_KP.to(self.device, non_blocking=True)
         calls = calls_of(rows_K3P[:, 2], uses_KP, times)
         surplus = (calls - times).clamp(min=0)
-        lost = sums.new_zeros(P, 2)
+        misplaced = sums.new_zeros(P, 2)
         for k, each in enumerate(passes):
             if each.samples:
                 assert isinstance(each.tokens, Tensor)
                 sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
-                lost[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
+                misplaced[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
         return (
             (sums * divided).permute(2, 1, 0),
             torch.stack([self._scalars(each) for each in passes]),
             calls.T,
             torch.where(calls.isnan(), calls, surplus).T,
-            *lost.T,
-        )
-
-    def _add_audits(self, passes: list[Pass], sums_K2P: Tensor) -> None:
-        audited = [k for k, each in enumerate(passes) if each.arrived]
-        if not audited:
-            return
-        self._audit.add(
-            sums_K2P[..., audited].permute(2, 1, 0), [passes[k].arrived for k in audited]
+            misplaced,
         )
 
     def _scalars(self, each: Pass) -> Tensor:
@@ -123,44 +171,57 @@ class Numbers:
 
     def _of_gradients(
         self, update: Update, p: Tensor, q: Tensor, whole: Tensor
-    ) -> tuple[Tensor, Tensor, Seen]:
-        """q, its sum, and what an update's gradients or their norm show."""
-        zero = torch.zeros_like(whole)
-        seen = Seen(zero, zero, zero, zero, torch.full_like(whole, torch.nan), zero)
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """q, its sum, and what an update's gradients or their norm show.
+
+        That is whether they were *written* to after backward, whether they were not zero before the
+        first pass (*stale*), and whether the given norm is *another* than the probes allow; the
+        square of the *given* norm, which may be zero, and the square of that; what an audit has
+        *read*, which is NaN without one; the part of q that data-parallel replicas share
+        (*replica*).
+        """
+        written = stale = another = given = replica = torch.zeros_like(whole)
+        read, scale, on = torch.full_like(whole, torch.nan), update.loss_scale, self.processes
         norm = (
-            None
-            if update.norm is None
-            else loss_factors.without_scale(update.norm, update.loss_scale)
+            update.norm if update.norm is None else loss_factors.without_scale(update.norm, scale)
         )
+        if not update.by_probe and update.leftover is not None:
+            stale = (update.leftover.sum() != 0).double()
         if update.by_probe:
             if norm is not None:  # it is only compared, since the probes are more accurate
-                seen = seen._replace(another=another_norm(norm, whole).double())
-            return q, whole, seen
-        if update.leftover is not None:
-            seen = seen._replace(stale=(update.leftover.sum() != 0).double())
-        if norm is not None:
+                another = another_norm(norm, whole).double()
+        elif norm is not None:
             if update.alone:
-                seen = seen._replace(read=whole)
+                read = whole
             elif update.read is not None:
                 read = update.read.shares(self.device).sum()
                 read = loss_factors.without_scale(read, update.passes[-1].loss_scale)
-                seen = seen._replace(read=read)
-            whole = norm * self._processes.divisor**2 / self._processes.world
+            given, whole, q = norm, norm * on.divisor**2 / on.world, torch.full_like(q, torch.nan)
             # With noise alone it is about p. A gradient scaler's factor, at least 512, would
             # be squared.
-            small = (whole < 1e-5 * p.sum()).double()
-            return torch.full_like(q, torch.nan), whole, seen._replace(norm=norm, another=small)
-        if update.sqnorms is not None:
-            shares = update.sqnorms.shares(self.device)
-            divided = self._processes.divisor**2  # DDP and FSDP2 average
-            q = loss_factors.without_scale(shares, update.loss_scale) * divided
-            replica = (q * self._replicas).sum()
-            return q, q.sum(), seen._replace(replica=replica, written=self._written(update))
-        return q, whole, seen
+            another = (whole < 1e-5 * p.sum()).double()
+        elif update.sqnorms is not None:
+            q = loss_factors.without_scale(update.sqnorms.shares(self.device), scale)
+            q = q * on.divisor**2  # DDP and FSDP2 average
+            whole, replica = q.sum(), (q * self._replicas).sum()
+            before, after = update.prints
+            if before is not None and after is not None:
+                written = rewritten(before, after, update.passes[-1].loss_scale, scale)
+        return q, whole, [written, stale, another, given, given.square(), read, replica]
 
-    def _written(self, update: Update) -> Tensor:
-        """``rewritten``; 0.0 where there is nothing to compare."""
-        before, after = update.prints
-        if before is None or after is None:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return rewritten(before, after, update.passes[-1].loss_scale, update.loss_scale)
+
+def another_norm(given: Tensor, read: Tensor) -> Tensor:
+    """Whether the square of a ``grad_norm`` is not what was read, which half precision moves by up
+    to 1e-2. After an overflow there is nothing to compare, nor where ``read`` is NaN.
+    """
+    return given.isfinite() & ((given - read).abs() > 0.03 * read)
+
+
+def _moments(t_U: Tensor) -> Tensor:
+    """The number of processes that have these numbers, their sum and that of their squares."""
+    return torch.stack([torch.ones_like(t_U), t_U, t_U.square()], 1)
+
+
+def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """Whether ``count`` numbers differ, from their sum and the sum of their squares."""
+    return count * squares - total.square() > 1e-5 * total.square()

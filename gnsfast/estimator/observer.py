@@ -15,7 +15,6 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorm, SpectralNorm
-from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.given_norm import GivenNorm, averages
 from gnsfast.estimator.largest import Largest
@@ -64,7 +63,7 @@ class Observer:
     """Collects what probes and gradients show, on the device, without waiting for it.
 
     ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
-    ``check`` reads (``Exchange``). The vector holds p and q of each of K units, which are
+    ``check`` reads. The vector holds p and q of each of K units, which are
     parameters, the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so
     the units stay what they are. ``unseen``: in how many passes a parameter got a gradient although
     no probe of it was reached.
@@ -124,11 +123,10 @@ class Observer:
         self.units = self.stages.units
         if not self.units:
             raise ValueError("No stage has a trainable parameter with per-sample norms")
-        sides = [*self.sides.values()]
-        widths = sum(side.width for side in sides)
-        self.exchange = Exchange(self.processes, self.stages, s.group, widths)
+        order = self._slab.order(self._where)
         self.numbers = Numbers(
-            *(self._slab, self.exchange, s, self._replicas, self.audit, sides, self._where)
+            *(len(self.names), order, self.stages, s, self.processes, self._replicas),
+            *(self.audit, [*self.sides.values()]),
         )
 
     def _learned(self) -> None:
@@ -464,8 +462,8 @@ class Observer:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
         K = len(self.units)
         calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(self.names))
-        own = checks.Flags(*flags[2 * K :].tolist())
-        if wrong := checks.explain_flags(own, self.settings.takes_norm):
+        own, takes_norm = flags[2 * K :].tolist(), self.settings.takes_norm
+        if wrong := checks.explain_flags(own, takes_norm):
             raise ObservationError(wrong)
         for name, count, more in zip(self.names, *calls_2K.tolist()):
             if more != 0:  # NaN too

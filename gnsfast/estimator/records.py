@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass and an update leave: tensors as they are, until the numbers are computed."""
+"""What a pass and an update leave: tensors as they are, until the numbers are computed, which a
+window holds.
+"""
 
 from typing import Any, NamedTuple
 
@@ -55,3 +57,16 @@ class Update(NamedTuple):
     prints: tuple[Tensor | None, Tensor | None]
     loss_scale: Tensor | None
     left: dict[str, Any]
+
+
+class Window(NamedTuple):
+    """The numbers of U updates, of all processes and of the K units of all stages: float64 p and q
+    [U, K], q of all units together [U], the ``scalars`` of the weights [U, SCALARS], and the
+    numbers of ``sides`` [U, E]. Their columns lie one after the other in the ledger.
+    """
+
+    p: Tensor
+    q: Tensor
+    whole: Tensor
+    scalars: Tensor
+    sides: Tensor

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.sample_groups import GroupedSamples
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, of_samples

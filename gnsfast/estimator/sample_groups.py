@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, of_samples
 from gnsfast.following import Facts

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gnsfast.estimator.exchange import Window
-from gnsfast.estimator.records import Pass, Update
+from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.following import NOTHING, Facts
 from gnsfast.noise_scale import NoiseScale

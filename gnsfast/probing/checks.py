@@ -2,8 +2,8 @@
 """Checks for everything that would silently make a norm wrong, and their error messages."""
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -132,72 +132,65 @@ def explain_sums(
     )
 
 
-class Flags(NamedTuple):
-    """What is wrong with updates, each above zero if so. Gradients were ``written`` to after
-    backward, or not zero before the first micro-batch (``stale``). ``grad_norm`` is ``another``
-    than that of the probes. Samples without tokens have gradients (``padded``), or samples with
-    tokens have none (``empty``). Processes have different gradients (``apart``), different values
-    of ``grad_norm`` (``norms``), or different ``weights`` of the same samples.
+FLAGS = "written", "stale", "another", "padded", "empty", "apart", "norms", "weights"
+"""What may be wrong with updates. Gradients were ``written`` to after backward, or not zero before
+the first micro-batch (``stale``). ``grad_norm`` is ``another`` than that of the probes. Samples
+without tokens have gradients (``padded``), or samples with tokens have none (``empty``). Processes
+have different gradients (``apart``), different values of ``grad_norm`` (``norms``), or different
+``weights`` of the same samples."""
+
+MESSAGES = {
+    "padded": (
+        "Samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
+        "gradient, so tokens is not what the loss counts. If several rows end in padding, it "
+        "lies between documents: count it in num_samples, with 0 in tokens."
+    ),
+    "empty": (
+        "Samples with tokens have no gradient at all, so padding was counted. For each sample "
+        "tokens is what the loss counts, which is 0 for padding."
+    ),
+    "norms": (
+        "The processes gave different values of grad_norm to gns.update(). Each must give the "
+        "norm of the whole gradient, in a pipeline the norm over all stages."
+    ),
+    "another": (
+        "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
+        "backward passes. It has another norm_type, leaves parameters out, or was taken after "
+        "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
+        "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
+        "case pass grad_scaler=scaler to GradientNoiseScale."
+    ),
+    "weights": (
+        "The pipeline's stages got different tokens or scale, though they see the same "
+        "samples. Give gns.microbatch the same values on each stage."
+    ),
+    "apart": (
+        "The processes have different gradients at gns.update(), so nobody has averaged them. "
+        "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
+        "that holds this process alone. If you average gradients by hand, do it before "
+        "gns.update(grad_norm=...), and give the norm of the average. FSDP2 does not average "
+        "its ignored_params: leave them out of fully_shard's ignored_params, freeze them, or "
+        "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
+        "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
+    ),
+    "stale": (
+        "Gradients were not zero before the first micro-batch of an update. Call "
+        "optimizer.zero_grad() between gns.update() and the next micro-batch. After a pass "
+        "that no update should count, such as a dry run, call gns.discard() too."
+    ),
+}
+"""What to say of a flag. The first that is raised is the cause of the others."""
+
+
+def explain_flags(found: Sequence[float], takes_norm: bool = True) -> str | None:
+    """What is wrong if one of ``FLAGS`` is not zero, or None. ``takes_norm``: giving ``grad_norm``
+    is a remedy.
     """
-
-    written: float
-    stale: float
-    another: float
-    padded: float
-    empty: float
-    apart: float
-    norms: float
-    weights: float
-
-
-def explain_flags(flags: Flags, takes_norm: bool = True) -> str | None:
-    """What the flags say is wrong, or None. ``takes_norm``: giving ``grad_norm`` is a remedy."""
-    if flags.padded:
-        return (
-            "Samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
-            "gradient, so tokens is not what the loss counts. If several rows end in padding, it "
-            "lies between documents: count it in num_samples, with 0 in tokens."
-        )
-    if flags.empty:
-        return (
-            "Samples with tokens have no gradient at all, so padding was counted. For each sample "
-            "tokens is what the loss counts, which is 0 for padding."
-        )
-    if flags.norms:
-        return (
-            "The processes gave different values of grad_norm to gns.update(). Each must give the "
-            "norm of the whole gradient, in a pipeline the norm over all stages."
-        )
-    if flags.another:
-        return (
-            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
-            "backward passes. It has another norm_type, leaves parameters out, or was taken after "
-            "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
-            "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
-            "case pass grad_scaler=scaler to GradientNoiseScale."
-        )
-    if flags.weights:
-        return (
-            "The pipeline's stages got different tokens or scale, though they see the same "
-            "samples. Give gns.microbatch the same values on each stage."
-        )
-    if flags.apart:
-        return (
-            "The processes have different gradients at gns.update(), so nobody has averaged them. "
-            "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
-            "that holds this process alone. If you average gradients by hand, do it before "
-            "gns.update(grad_norm=...), and give the norm of the average. FSDP2 does not average "
-            "its ignored_params: leave them out of fully_shard's ignored_params, freeze them, or "
-            "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
-            "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
-        )
-    if flags.stale:
-        return (
-            "Gradients were not zero before the first micro-batch of an update. Call "
-            "optimizer.zero_grad() between gns.update() and the next micro-batch. After a pass "
-            "that no update should count, such as a dry run, call gns.discard() too."
-        )
-    return explain_rewritten(takes_norm) if flags.written else None
+    raised = {name for name, count in zip(FLAGS, found) if count}
+    for name, message in MESSAGES.items():
+        if name in raised:
+            return message
+    return explain_rewritten(takes_norm) if raised else None
 
 
 GONE = (

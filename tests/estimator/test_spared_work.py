@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an update does not do where nothing would come of it, and that its checks stay."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import unseen
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.fingerprint import Fingerprint
 
 N, D = 6, 4
@@ -231,30 +229,3 @@ def test_gradients_that_are_scaled_without_a_mark_are_noticed(settings: Any) -> 
     gns.update()
     with pytest.raises(gnsfast.ObservationError, match="radients were changed"):
         gns.compute()
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_one_process_says_what_the_exchange_would(
-    monkeypatch: pytest.MonkeyPatch, microbatches: int
-) -> None:
-    model, gns = made()
-    found = []
-    exchange = Exchange.__call__
-
-    def both(self: Exchange, *numbers: Any) -> Any:
-        alone = exchange(self, *numbers)
-        processes, self.processes = self.processes, replace(self.processes, world=2)
-        found.append((alone, exchange(self, *numbers)))
-        self.processes = processes
-        return alone
-
-    monkeypatch.setattr(Exchange, "__call__", both)
-    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: None)
-    for _ in range(microbatches):
-        block(model, gns)
-    gns.update()
-    gns.compute()
-    [(alone, exchanged)] = found
-    assert torch.equal(alone[0], exchanged[0])
-    # It misses the process that the test has made up.
-    assert torch.equal(alone[1][:, :-3], exchanged[1][:, :-3]) and not alone[1][:, -3:].any()
