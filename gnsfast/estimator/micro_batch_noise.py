@@ -30,11 +30,11 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
-from gnsfast.following import Facts
+from gnsfast.following import Facts, Leaf
 from gnsfast.functional import Documents
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import parameters_at_rest
-from gnsfast.probing import ProbeSlab, Unit
+from gnsfast.probing import ProbeSlab
 from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
@@ -117,21 +117,13 @@ class GradientSlab(ProbeSlab):
     """
 
     def refresh(self) -> None:
-        self.parameters = trained(self.model)
-        self.units = [Unit(name, name.rpartition(".")[0]) for name in self.parameters]
-        self._arrivals = Arrivals(self.parameters, self._arrived)
+        super().refresh()
+        self._arrivals = Arrivals(trained(self.model), self._arrived)
         self._own: dict[str, Tensor] = {}
-        self._is_waiting = False
+        self._arriving: Callable[[], None] | None = None
 
-    def order(self, device: torch.device) -> Tensor:
-        return torch.arange(len(self.parameters), device=device)
-
-    @property
-    def left_out(self) -> list[str]:
-        return []
-
-    def lost(self) -> list[str]:
-        return []
+    def _measured(self) -> list[Leaf]:
+        return self.followed.leaves
 
     def show(self, args: Any, kwargs: Any) -> None:
         pass
@@ -146,28 +138,23 @@ class GradientSlab(ProbeSlab):
         passes: int | None = None,
         learned: Callable[[], None] | None = None,
     ) -> None:
-        self._own, self._is_waiting = {}, False
-        self._at_end, self._at_start = at_end, at_start
+        self._own, self._at_start = {}, at_start
+        self._closes = self._arrivals.stop
+        self._watch_end(at_end)
         self._arrivals.start()
 
+    def _on_arrival(self, arrives: Callable[[], None] | None) -> None:
+        self._arriving = arrives
+
     def _arrived(self, name: str, grad: Tensor) -> None:
-        if not self._is_waiting:  # the first gradient, which is not yet added to ``.grad``
-            self._is_waiting = True
-            if self._at_start is not None:
-                self._at_start()
-            engine = torch.autograd.Variable._execution_engine
-            # DDP finishes its gradients in a callback. One that another queues comes after it.
-            engine.queue_callback(lambda: engine.queue_callback(self._end))
+        if self._arriving is not None:  # the first gradient, which is not yet added to ``.grad``
+            self._arriving()
         if grad.device.type == "cpu":  # where torch's own norm is 1e-3 low at 16.8M elements
-            self._own[name] = reference.sqnorm(grad)
+            sqnorm = reference.sqnorm(grad).double()
         else:
             norm = torch.linalg.vector_norm(grad, dtype=accumulate_dtype(grad.dtype))
-            self._own[name] = norm.double().square()
-
-    def _end(self) -> None:
-        self._is_waiting = False
-        if self._at_end is not None:
-            self._at_end()
+            sqnorm = norm.double().square()
+        self._own[name] = torch.stack([sqnorm, torch.zeros_like(sqnorm), torch.ones_like(sqnorm)])
 
     @property
     def is_reached(self) -> bool:
@@ -184,18 +171,9 @@ class GradientSlab(ProbeSlab):
     def read(self) -> None:
         pass
 
-    def sums(self, measure: int = 0) -> list[Tensor]:
-        device = next(iter(self.parameters.values())).device
-        none = torch.zeros(3, dtype=torch.float64, device=device)
-        rows = [none] * len(self.parameters)
-        for k, name in enumerate(self.parameters):
-            if name in self._own:
-                sqnorm = self._own[name].to(device, torch.float64)
-                rows[k] = torch.stack([sqnorm, none[0], none[0] + 1])
-        return [torch.stack(rows)]
-
-    def sample_sqnorms(self) -> list[Tensor]:
-        return []
+    def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
+        none = torch.zeros(3, dtype=torch.float64, device=leaves[0].parameter.device)
+        return torch.stack([self._own.get(leaf.name, none) for leaf in leaves])
 
     def refuse_unseen(self, names: list[str]) -> None:
         if names:
@@ -204,10 +182,6 @@ class GradientSlab(ProbeSlab):
                 "by a fused kernel that adds to it. The gradient of the micro-batch is then not "
                 "known. Freeze the parameter, or switch that kernel off."
             )
-
-    def close(self) -> None:
-        self._at_end = self._at_start = None
-        self._arrivals.stop()
 
     def forget(self) -> None:
         self._own = {}

@@ -41,7 +41,7 @@ class ProbeSlab:
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
-        self.leaves = self.followed.structure.covered
+        self.leaves = self._measured()
         self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
         self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
         self._of_device: dict[torch.device, list[Leaf]] = {}
@@ -49,6 +49,10 @@ class ProbeSlab:
             self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
         self.devices = list(self._of_device)
         self.rows = Rows(())
+
+    def _measured(self) -> list[Leaf]:
+        """The parameters that have norms by now."""
+        return self.followed.structure.covered
 
     def order(self, device: torch.device) -> Tensor:
         """On ``device``, the number of the parameter of each row in ``sums``."""
@@ -59,12 +63,12 @@ class ProbeSlab:
     @property
     def left_out(self) -> list[str]:
         """The trained parameters that have no norms."""
-        return [leaf.name for leaf in self.followed.leaves if leaf.left_out]
+        return [leaf.name for leaf in self.followed.leaves if leaf.name not in self.parameters]
 
     def lost(self) -> list[str]:
         """Those that a batch has shown to have no norms since ``refresh``."""
-        covered = {leaf.name for leaf in self.followed.structure.covered}
-        return [name for name in self.parameters if name not in covered]
+        now = {leaf.name for leaf in self._measured()}
+        return [name for name in self.parameters if name not in now]
 
     def refuse_unseen(self, names: list[str]) -> None:
         """Raise at the end of a pass if gradients arrived unseen, where that is known so early."""
@@ -200,8 +204,9 @@ class ProbeSlab:
         self._measures = 1 + (some.constants_12 is not None)
         in_stages = passes is not None
         self.followed.open(self._caller, num_samples, facts, documents, in_stages)
-        self._closes = weakref.finalize(self, self.followed.close)
-        self._closes.atexit = False
+        closes = weakref.finalize(self, self.followed.close)
+        closes.atexit = False
+        self._closes: Callable[[], object] = closes
         self._watch_end(at_end)
         self._at_start = at_start
         if learned is not None:
@@ -209,13 +214,17 @@ class ProbeSlab:
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end = at_end
-        self.followed.passes.call_on_arrival(None if at_end is None else self._arrives)
+        self._on_arrival(None if at_end is None else self._arrives)
+
+    def _on_arrival(self, arrives: Callable[[], None] | None) -> None:
+        """Call ``arrives`` whenever backward reaches what is measured."""
+        self.followed.passes.call_on_arrival(arrives)
 
     def _arrives(self) -> None:
         """Call ``at_end`` after this pass. A callback that another callback queues runs after the
         callbacks in which DDP and FSDP2 finish their gradients.
         """
-        self.followed.passes.call_on_arrival(None)  # until this pass has ended
+        self._on_arrival(None)  # until this pass has ended
         if self._at_start is not None:
             self._at_start()
             self._at_start = None
@@ -229,8 +238,8 @@ class ProbeSlab:
 
     def close(self) -> None:
         """Make the model what it was."""
-        self._at_end = self._at_start = None
-        self.followed.passes.call_on_arrival(None)
+        self._at_start = None
+        self._watch_end(None)
         self._closes()
 
     def forget(self) -> None:
