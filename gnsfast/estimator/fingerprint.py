@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of the gradients: it shows that they are not those of the backward passes.
+"""What is in ``.grad`` before the first pass of an update, after each pass, and at ``update()``.
 
+There |G|² comes from, and a fingerprint shows that gradients are not those of the backward passes.
 Two things make it. The *marks* of gradients change with each write that torch counts, and the host
 reads them. The *norms* of a few change with any write (``unscale_`` on the CPU and the clipping of
 shards have no mark); they stay on the device until the numbers are read.
+
+A ``grad_norm`` that the caller gives to ``update()`` may be of another kind, or of some of the
+parameters: a plausible number, since noise alone may explain a whole gradient that is smaller than
+those of its passes. So some updates read all gradients as the last backward pass leaves them,
+before anybody clips them.
 """
 
 import functools
@@ -13,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.gradients import Sqnorms, grad_sqnorms
+from gnsfast.estimator.settings import Settings
 from gnsfast.following import unfollowed
 from gnsfast.noise_scale import loss_factors
+from gnsfast.parallel import Processes
 from gnsfast.probing import checks
-from gnsfast.tensors import accumulate_dtype, local_part
+from gnsfast.tensors import accumulate_dtype, is_dtensor, local_part
 
 FEW = 8
 """So many of the smallest gradients are looked at in every update, and so many norms are read."""
@@ -35,10 +43,24 @@ DDP_WRITES = 2
 
 
 class Print(NamedTuple):
-    """The marks of the gradients after a pass, and norms, or None if none were read."""
+    """The marks of the gradients after a pass; norms of a few and of all, or None if not read."""
 
     marks: list[checks.Mark]
     norms: Tensor | None
+    whole: Sqnorms | None
+
+
+class Grads(NamedTuple):
+    """What an update found in ``.grad``: the norms of a few gradients before the first pass
+    (``leftover``), after the last one, and at ``update()`` (``now``); those of all after the last
+    pass, if they are to be compared with a given norm (``read``), and at ``update()``.
+    """
+
+    leftover: Tensor | None
+    last: Tensor | None
+    now: Tensor | None
+    read: Sqnorms | None
+    sqnorms: Sqnorms | None
 
 
 class Fingerprint:
@@ -46,18 +68,30 @@ class Fingerprint:
 
     ``named`` are the parameters that the update under way looks at. ``before`` are the marks of
     their gradients before the open pass, ``leftover`` their norms before the update's first one,
-    and ``last`` is the print of the pass before. Without ``is_read``, nobody reads ``.grad``, and
-    nothing is compared. Gradients of ``hidden`` parameters arrive in a way that no hook sees.
+    and ``last`` is the print of the pass before. With ``source="local"`` nobody reads ``.grad``,
+    and nothing is compared.
+
+    Args:
+        parameters: all that have norms, and so all that a given norm holds.
+        averaged: whether gradients at the end of a backward pass are those of all processes. Where
+            the caller averages them later by hand, there is no given norm to compare.
+        hidden: gradients of these parameters arrive in a way that no hook sees.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        settings: Settings,
+        processes: Processes,
         device: torch.device,
-        is_read: bool,
-        hidden: Iterable[str],
+        averaged: bool = True,
+        hidden: Iterable[str] = (),
     ) -> None:
-        self._device, self._is_read, self._hidden = device, is_read, frozenset(hidden)
+        self._settings, self._processes, self._device = settings, processes, device
+        self._is_read, self._hidden = not settings.local, frozenset(hidden)
+        self._averaged = averaged and settings.takes_norm
+        self._compares = True  # no given norm was compared since ``again``
+        self._was_given: bool | None = None  # whether any was, if an update has ended
         few = {*sorted(parameters, key=lambda name: parameters[name].numel())[:FEW]}
         others = [name for name in parameters if name not in few]
         parts = [others[k : k + IN_TURN] for k in range(0, len(others), IN_TURN)] or [[]]
@@ -72,13 +106,13 @@ class Fingerprint:
         self._after: list[checks.Mark] | None = None
         self.before: list[checks.Mark] = []
         self.leftover: Tensor | None = None
-        self.last = Print([], None)
+        self.last = Print([], None, None)
         self._now: Print | None = None
         self._is_written = False
 
     def again(self) -> None:
-        """Look at all gradients in the next update."""
-        self._whole = self._updates + 1
+        """Look at all gradients in the next update, and compare one more given norm."""
+        self._whole, self._compares = self._updates + 1, True
 
     def suspect(self, name: str) -> None:
         """Look at this gradient in all further updates."""
@@ -135,9 +169,24 @@ class Fingerprint:
         each = arrival_writes() * (1 + several * DDP_WRITES)
         self._is_written |= any(n > each * arrivals[buffer] for buffer, n in writes.items())
 
-    def end_backward(self, reads_norms: bool) -> None:
-        """Note the gradients when a backward pass has ended."""
-        self._now = Print(self._marks(), self.norms() if reads_norms and self._is_read else None)
+    def end_backward(self, alone: bool) -> None:
+        """Note the gradients when a backward pass has ended, which may be ``alone`` in its update:
+        the probes then have its norm.
+        """
+        reads = self._is_read and not (alone and self._settings.by_probe)
+        whole = None if alone or not self._is_read else self.read()
+        self._now = Print(self._marks(), self.norms() if reads else None, whole)
+
+    def read(self) -> Sqnorms | None:
+        """This process's share of the norms of all gradients at the end of a pass, in the first
+        update and in one after each ``again``. Where nobody gives a norm, only the first is read.
+        """
+        wanted = self._averaged and self._compares and self._was_given is not False
+        found = self._sqnorms() if wanted else None
+        return found if found and found.indices else None
+
+    def _sqnorms(self) -> Sqnorms:
+        return grad_sqnorms([*self._all.values()], self._processes)
 
     @property
     def is_over(self) -> bool:
@@ -155,18 +204,44 @@ class Fingerprint:
         if self._is_written:
             raise ObservationError(checks.BETWEEN)
 
-    def finish(self) -> None:
+    def forget(self) -> None:
         """Note the gradients that ``zero_grad`` has to remove before the next update."""
         self._after = self._marks()
 
-    def refuse_rewritten(self, scaler: GradScaler | None, takes_norm: bool) -> None:
-        """After ``finish``, raise if the gradients are not those of the last backward pass.
-        ``takes_norm``: a ``grad_norm`` is a remedy.
+    def finish(self, given: bool, by_probe: bool) -> Grads:
+        """End an update, whose norm is ``given`` or comes from the probes, else from ``.grad``.
+
+        Raises:
+            ObservationError: if gradients are gone, or are not those of the last backward pass.
         """
-        unscaled = loss_factors.unscaled(scaler)
+        self.forget()
+        sqnorms = now = None
+        if not given and not by_probe and self._all:
+            if not self._settings.by_gradients:  # they are seen as hooks have left them
+                self._refuse_hooks()
+            sqnorms = self._sqnorms()
+            if not sqnorms.indices:
+                raise ObservationError(checks.GONE)
+            self._refuse_rewritten()
+            now = self.norms()
+        read = self.last.whole if given else None
+        self._compares &= read is None
+        self._was_given = given or bool(self._was_given)
+        return Grads(self.leftover, self.last.norms, now, read, sqnorms)
+
+    def _refuse_hooks(self) -> None:
+        for name, p in self._all.items():
+            if p._backward_hooks and not is_dtensor(p):
+                raise ObservationError(
+                    f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
+                    "gradients. Use source='local', which does not read it."
+                )
+
+    def _refuse_rewritten(self) -> None:
+        unscaled = loss_factors.unscaled(self._settings.grad_scaler)
         writes = loss_factors.unscale_writes(self._device) if unscaled else 0
         if self._after != [m and (m[0], m[1] + writes) for m in self.last.marks]:
-            raise ObservationError(checks.explain_rewritten(takes_norm))
+            raise ObservationError(checks.explain_rewritten(self._settings.takes_norm))
 
     def _marks(self) -> list[checks.Mark]:
         return checks.marks(self.named.values())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from gnsfast import reference
 from gnsfast.errors import ObservationError
@@ -87,6 +88,14 @@ def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
             "gns.update() without it, before clipping."
         )
     return norm.to(device, torch.float64, non_blocking=True).square()
+
+
+def averages(model: nn.Module, processes: Processes, replicas: Sequence[bool]) -> bool:
+    """Whether backward passes leave the average over processes in ``.grad``. ``replicas`` says
+    which parameters FSDP2 does not hold, and so does not average.
+    """
+    wrapped = any(isinstance(m, DistributedDataParallel) for m in model.modules())
+    return processes.data == 1 or wrapped or not any(replicas)
 
 
 def divide_factor(model: nn.Module) -> float | None:

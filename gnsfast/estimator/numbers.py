@@ -185,28 +185,28 @@ class Numbers:
         norm = (
             update.norm if update.norm is None else loss_factors.without_scale(update.norm, scale)
         )
-        if not update.by_probe and update.leftover is not None:
-            stale = (update.leftover.sum() != 0).double()
+        if not update.by_probe and update.grads.leftover is not None:
+            stale = (update.grads.leftover.sum() != 0).double()
         if update.by_probe:
             if norm is not None:  # it is only compared, since the probes are more accurate
                 another = another_norm(norm, whole).double()
         elif norm is not None:
             if update.alone:
                 read = whole
-            elif update.read is not None:
-                read = update.read.shares(self.device).sum()
+            elif update.grads.read is not None:
+                read = update.grads.read.shares(self.device).sum()
                 read = loss_factors.without_scale(read, update.passes[-1].loss_scale)
             given, whole, q = norm, norm * on.divisor**2 / on.world, torch.full_like(q, torch.nan)
             # With noise alone it is about p. A gradient scaler's factor, at least 512, would
             # be squared.
             another = (whole < 1e-5 * p.sum()).double()
-        elif update.sqnorms is not None:
-            q = loss_factors.without_scale(update.sqnorms.shares(self.device), scale)
+        elif update.grads.sqnorms is not None:
+            q = loss_factors.without_scale(update.grads.sqnorms.shares(self.device), scale)
             q = q * on.divisor**2  # DDP and FSDP2 average
             whole, replica = q.sum(), (q * self._replicas).sum()
-            before, after = update.prints
-            if before is not None and after is not None:
-                written = rewritten(before, after, update.passes[-1].loss_scale, scale)
+            before, now = update.grads.last, update.grads.now
+            if before is not None and now is not None:
+                written = rewritten(before, now, update.passes[-1].loss_scale, scale)
         return q, whole, [written, stale, another, given, given.square(), read, replica]
 
 

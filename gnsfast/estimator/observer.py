@@ -16,7 +16,6 @@ from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorm, SpectralNorm
 from gnsfast.estimator.fingerprint import Fingerprint
-from gnsfast.estimator.given_norm import GivenNorm, averages
 from gnsfast.estimator.largest import Largest
 from gnsfast.estimator.micro_batch_noise import GradientSlab, MicroBatches
 from gnsfast.estimator.numbers import Numbers
@@ -75,7 +74,6 @@ class Observer:
         self.slab: ProbeSlab | None = None  # while a micro-batch is open
         self._passes: list[Pass] = []  # of the update under way
         self._watch: GradientWatch | None = None  # of the open pass
-        self._read: gradients.Sqnorms | None = None
         s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
         self._slab, self._proof = slab, slab.followed.batches.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
@@ -107,9 +105,9 @@ class Observer:
         self._replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
         hidden = (n for n, p in slab.parameters.items() if is_dtensor(p) and id(p) not in spread)
-        self.prints = Fingerprint(slab.parameters, self.device, not s.local, hidden)
-        averaged = averages(self._wrapped, self.processes, self._replicas)
-        self.given = GivenNorm(self.parameters, self.processes, averaged)
+        averaged = gradients.averages(self._wrapped, self.processes, self._replicas)
+        where = self.processes, self.device, averaged, hidden
+        self.prints = Fingerprint(slab.parameters, s, *where)
         # Several processes sum their numbers on the device. A single one needs no device.
         self._where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit([] if s.by_gradients else self.names, self._where)
@@ -186,7 +184,7 @@ class Observer:
             leaf.left_out = leaf.left_out or own.get(leaf.name, "")
         self._drop()
         self._leave_out([*own.keys() - here.keys()])
-        self.prints.finish()
+        self.prints.forget()
         return False
 
     @property
@@ -282,11 +280,8 @@ class Observer:
 
     def pass_over(self) -> None:
         """Look at the gradients after a backward pass."""
-        s = self.settings
-        # An update of this pass alone reads no gradient; with another pass, that one's end counts.
-        alone = self._alone and not self._passes
-        self.prints.end_backward(reads_norms=not (s.by_probe and alone))
-        self._read = None if s.local or alone or not s.takes_norm else self.given.read()
+        # With another pass, that one's end counts.
+        self.prints.end_backward(alone=self._alone and not self._passes)
         self._split |= in_context_parallel()
 
     def reached(self) -> bool:
@@ -300,7 +295,7 @@ class Observer:
             self._slab.forget()
             self.audit.undo(self._audited)
         self._drop()
-        self.prints.finish()
+        self.prints.forget()
 
     def _drop(self) -> None:
         """Forget the passes of the update under way."""
@@ -396,42 +391,21 @@ class Observer:
                 "gns.microbatch(num_samples), or call gns.attach() once."
             )
         self._passes = []
-        self.prints.finish()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
         alone = self._alone and len(passes) == 1
         by_probe = s.local or (alone and s.by_probe)
-        sqnorms, now = None, None
-        if norm is None and not by_probe and self.names:
-            if not s.by_gradients:  # they are seen as hooks have left them
-                self._refuse_hooks()
-            sqnorms = gradients.grad_sqnorms(self.parameters, self.processes)
-            if not sqnorms.indices:
-                raise ObservationError(checks.GONE)
-            self.prints.refuse_rewritten(s.grad_scaler, s.takes_norm)
-            now = self.prints.norms()
+        grads = self.prints.finish(norm is not None, by_probe)
         self.unseen.update(name for each in passes for name in each.unseen)
         done = loss_factors.unscaled(s.grad_scaler)
         loss_scale = None if done else self._loss_scale()
-        return Update(
-            passes=passes,
-            by_probe=by_probe,
-            leftover=self.prints.leftover,
-            alone=alone,
-            norm=norm,
-            read=self.given.finish(norm is not None, self._read),
-            sqnorms=sqnorms,
-            prints=(self.prints.last.norms, now),
-            loss_scale=loss_scale,
-            left={
-                name: side.finish(passes, by_probe, loss_scale) for name, side in self.sides.items()
-            },
-        )
+        sides = self.sides.items()
+        left = {name: side.finish(passes, by_probe, loss_scale) for name, side in sides}
+        return Update(passes, by_probe, alone, norm, grads, loss_scale, left)
 
     def audit_again(self) -> None:
         """Look at the gradients of all parameters again, and audit them and one given norm."""
         self.prints.again()
         self.audit.again()
-        self.given.again()
 
     def refuse_norm(self) -> None:
         """Raise if the norm of the whole gradient is not enough."""
@@ -444,14 +418,6 @@ class Observer:
                 "grad_norm, before clipping."
             )
         gradients.refuse_partial_norm(self.left_out)
-
-    def _refuse_hooks(self) -> None:
-        for name, parameter in zip(self.names, self.parameters):
-            if parameter._backward_hooks and not is_dtensor(parameter):
-                raise ObservationError(
-                    f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
-                    "gradients. Use source='local', which does not read it."
-                )
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""

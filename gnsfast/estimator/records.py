@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gnsfast.estimator.gradients import Sqnorms
+from gnsfast.estimator.fingerprint import Grads
 
 
 class Pass(NamedTuple):
@@ -39,22 +39,17 @@ def kept(value: Any) -> Any:
 
 
 class Update(NamedTuple):
-    """What an update left. q comes from the final gradients (``sqnorms``), from the norm of the
-    whole gradient (``norm``), or from the probes. A pass that was ``alone``, on one process, lets
-    ``norm`` be compared with the probes, others with ``read`` if it is not None. ``prints`` are
-    the norms of some gradients after the last backward pass and at ``update()``, and ``leftover``
-    those before the first pass. ``loss_scale`` is the factor that the gradients still have.
-    ``left`` is what the sides have left, by name.
+    """What an update left. q comes from the final gradients, of which ``grads`` tells, from the
+    norm of the whole gradient (``norm``), or from the probes (``by_probe``). A pass that was
+    ``alone``, on one process, lets ``norm`` be compared with the probes. ``loss_scale`` is the
+    factor that the gradients still have. ``left`` is what the sides have left, by name.
     """
 
     passes: list[Pass]
     by_probe: bool
     alone: bool
-    leftover: Tensor | None
     norm: Tensor | None
-    read: Sqnorms | None
-    sqnorms: Sqnorms | None
-    prints: tuple[Tensor | None, Tensor | None]
+    grads: Grads
     loss_scale: Tensor | None
     left: dict[str, Any]
 

@@ -9,7 +9,7 @@ import unseen
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.estimator.fingerprint import FEW, IN_TURN, WHOLE, Fingerprint
+from gnsfast.estimator.fingerprint import FEW, IN_TURN, WHOLE
 
 N, LAYERS, ODD = 4, 40, 20
 TURNS = -(-(LAYERS - FEW) // IN_TURN)
@@ -48,8 +48,9 @@ def begun(passes: int) -> tuple[Deep, gnsfast.GradientNoiseScale]:
 
 
 def test_each_gradient_has_its_turn() -> None:
-    parameters = dict(Deep().named_parameters())
-    prints = Fingerprint(parameters, torch.device("cpu"), True, ())
+    model = Deep()
+    parameters = dict(model.named_parameters())
+    prints = gnsfast.GradientNoiseScale(model)._start().prints
     looks = []
     for _ in range(WHOLE + TURNS):
         prints.open(first=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gnsfast
-from gnsfast.estimator.given_norm import GivenNorm
+from gnsfast.estimator.fingerprint import Fingerprint
 
 Norm = Callable[[nn.Module], Any]
 WRONG = "not the 2-norm .* norm_type"
@@ -100,14 +100,14 @@ def test_a_wrong_norm_that_begins_late(monkeypatch: pytest.MonkeyPatch, late: st
 def test_few_updates_read_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gnsfast.estimator.estimator.AUDIT_EVERY", 5)
     reads: list[bool] = []
-    read = GivenNorm.read
+    read = Fingerprint.read
 
-    def counted(self: GivenNorm) -> Any:
+    def counted(self: Fingerprint) -> Any:
         found = read(self)
         reads.append(found is not None)
         return found
 
-    monkeypatch.setattr(GivenNorm, "read", counted)
+    monkeypatch.setattr(Fingerprint, "read", counted)
     for norm, expected in ((whole, [0, 5, 10]), (lambda model: None, [0])):
         reads.clear()
         model, gns = made()
