@@ -394,8 +394,8 @@ class GradientNoiseScale:
         observer = self._observer
         window, sides = self._window()
         observer.check(self._ledger.flags)
-        local, modules = self._settings.local, [unit.module for unit in observer.units]
-        found = summarize(*window[:4], local, modules, self.decay)
+        modules = [name.rpartition(".")[0] for name in observer.units]
+        found = summarize(*window[:4], self._settings.local, modules, self.decay)
         found = observer.stages.added(found)
         for side, own in sides:
             found = side.added(found, own, window, self.decay)

@@ -30,8 +30,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
-from gnsfast.following import Facts, Leaf
-from gnsfast.functional import Documents
+from gnsfast.following import Leaf
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import parameters_at_rest
 from gnsfast.probing import ProbeSlab
@@ -128,19 +127,9 @@ class GradientSlab(ProbeSlab):
     def show(self, args: Any, kwargs: Any) -> None:
         pass
 
-    def open(
-        self,
-        num_samples: int,
-        documents: Documents | None = None,
-        facts: Mapping[str, Facts] = {},
-        at_end: Callable[[], None] | None = None,
-        at_start: Callable[[], None] | None = None,
-        passes: int | None = None,
-        learned: Callable[[], None] | None = None,
-    ) -> None:
-        self._own, self._at_start = {}, at_start
+    def _begin(self, *asked: Any) -> None:
+        self._own = {}
         self._closes = self._arrivals.stop
-        self._watch_end(at_end)
         self._arrivals.start()
 
     def _on_arrival(self, arrives: Callable[[], None] | None) -> None:

@@ -335,7 +335,11 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         rows, uses, idle = slab.sums(), slab.uses, slab.idle
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
-        samples = slab.sample_sqnorms() if each else []
+        samples = (
+            [t[:, : slab.num_samples].sum(0, dtype=torch.float64) for t in slab.each()]
+            if each
+            else []
+        )
         self._stop()
         left = {name: side.passed() for name, side in self.sides.items()}
         if not self.prints.is_over:

@@ -26,7 +26,7 @@ WIDTH = 2 + loss_factors.SCALARS
 
 class GroupRows(NamedTuple):
     """What a pass left: the group of each column of samples, which is one more than there are
-    ``groups`` for a column without a sample, and the rows from ``ProbeSlab.groups``.
+    ``groups`` for a column without a sample, and the rows from ``ProbeSlab.each``.
     """
 
     group_S: Tensor
@@ -58,7 +58,7 @@ class GroupedSamples(Side):
         return {leaf.name: self._facts[leaf.parameter.device] for leaf in leaves}
 
     def passed(self) -> GroupRows:
-        return self._left._replace(rows=self.setup.slab.groups())
+        return self._left._replace(rows=self.setup.slab.each())
 
     def of_groups(self, each: Pass, device: torch.device) -> Tensor:
         """This process's share of a micro-batch's numbers of each group, [G, WIDTH]."""

@@ -11,9 +11,9 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
     s = observer.settings
     return {
         "unit": s.unit,
-        "parameters": [unit.parameter for unit in observer.units],
+        "parameters": list(observer.units),
         "left_out": list(observer.left_out),
-        "units": [(unit.parameter, unit.module) for unit in observer.units],
+        "units": [(name, name.rpartition(".")[0]) for name in observer.units],
         "local": s.local,
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",

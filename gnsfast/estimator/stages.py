@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
-from gnsfast.probing import ProbeSlab, Unit
+from gnsfast.probing import ProbeSlab
 
 
 class Part(NamedTuple):
-    """One stage: its units, the number of its trainable elements, and the trainable
-    parameters that no unit covers, with their numbers of elements.
+    """One stage: its units, which are the parameters that have norms, the number of its trainable
+    elements, and its other trainable parameters, with their numbers of elements.
     """
 
-    units: list[Unit]
+    units: list[str]
     trainable: int
     left_out: dict[str, int]
 
@@ -39,11 +39,11 @@ class Stages:
             if p.requires_grad
         }
         left_out = {n: count for n, count in trainable.items() if n not in slab.parameters}
-        found = [Part(slab.units, sum(trainable.values()), left_out)]
+        found = [Part([*slab.parameters], sum(trainable.values()), left_out)]
         self.rank = 0
         if group is not None:
             found, self.rank = gathered(found[0], group), dist.get_rank(group)
-        names = [{unit.parameter for unit in part.units} | {*part.left_out} for part in found]
+        names = [{*part.units, *part.left_out} for part in found]
         if len(set().union(*names)) < sum(map(len, names)):
             found = [_renamed(k, part) for k, part in enumerate(found)]
         before = found[: self.rank]
@@ -67,11 +67,8 @@ class Stages:
 
 
 def _renamed(stage: int, part: Part) -> Part:
-    def name(path: str) -> str:
-        return f"stage{stage}.{path}" if path else f"stage{stage}"
-
     return Part(
-        [Unit(name(u.parameter), name(u.module)) for u in part.units],
+        [f"stage{stage}.{name}" for name in part.units],
         part.trainable,
-        {name(p): count for p, count in part.left_out.items()},
+        {f"stage{stage}.{name}": count for name, count in part.left_out.items()},
     )

@@ -5,7 +5,7 @@ from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
-from gnsfast.probing.slab import ProbeSlab, Unit, calls_of
+from gnsfast.probing.slab import ProbeSlab, calls_of
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
 from gnsfast.probing.wrappers import unwrapped
 
@@ -16,7 +16,6 @@ __all__ = [
     "NO_BACKWARD",
     "ProbeSlab",
     "SampleNorms",
-    "Unit",
     "Verification",
     "VerifiedParameter",
     "calls_of",

@@ -12,7 +12,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.functional import document_slots
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
-from gnsfast.probing.gradient_watch import GradientWatch
+from gnsfast.probing.gradient_watch import Audit, GradientWatch
 from gnsfast.probing.slab import ProbeSlab, calls_of
 
 
@@ -152,36 +152,28 @@ class per_sample_sqnorms:
 
     def _check(self) -> None:
         """Raise where a norm would be wrong."""
-        slab = self._slab
+        slab, watch, cpu = self._slab, self._watch, torch.device("cpu")
         slab.read()
-        order = slab.order(torch.device("cpu"))
-        none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+        none = torch.zeros(0, 3, dtype=torch.float64, device=cpu)
         found = torch.cat([none, *(sums.cpu() for sums in slab.sums())])
-        uses = torch.tensor(slab.uses, dtype=torch.float64, device="cpu")[order]
-        found[:, 2] = calls_of(found[:, 2], uses, 1.0)
-        sums = {slab.leaves[k].name: row for k, row in zip(order.tolist(), found.tolist())}
-        for name, (_, _, calls) in sums.items():
+        rows_K3 = torch.zeros_like(found).index_copy_(0, slab.order(cpu), found)
+        uses = torch.tensor(slab.uses, dtype=torch.float64, device=cpu)
+        calls_K = calls_of(rows_K3[:, 2], uses, 1.0).tolist()
+        for name, calls in zip(slab.parameters, calls_K):
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
-            if not calls and self._watch.has_arrived(name):
+            if not calls and watch.has_arrived(name):
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)
-        if not any(calls for _, _, calls in sums.values()):
+        if not any(calls_K):
             raise ObservationError(NO_BACKWARD + checks.explain_left_out(slab.followed))
-        self._check_sums(sums)
-
-    def _check_sums(self, sums: dict[str, list[float]]) -> None:
-        """Raise unless all of each audited gradient was measured."""
-        whole = sum(row[0] for row in sums.values())
-        for name, norms in self._watch.norms.items():
-            if name not in sums:  # left out
-                continue
-            of_samples, ours, _ = sums[name]
-            real = sum(norm.item() ** 2 for norm in norms)
-            p = self._slab.parameters[name]
-            is_half = self._slab.followed.batches.is_half
-            if wrong := checks.explain_sums(p, name, ours, real, of_samples, whole, is_half):
-                raise ObservationError(wrong)
-        if self._watch.norms:
-            self._slab.followed.is_audited = True
+        if not watch.norms:
+            return
+        # A parameter that is left out by now was watched too.
+        norms = {name: own for name, own in watch.norms.items() if name in slab.parameters}
+        audit = Audit([*slab.parameters], cpu)
+        audit.add(rows_K3[None, :, :2].mT, [norms])
+        if wrong := audit.check(slab.parameters, slab.followed.batches.is_half):
+            raise ObservationError(wrong)
+        slab.followed.is_audited = True

@@ -3,7 +3,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,6 @@ from gnsfast.errors import ObservationError
 from gnsfast.following import NOTHING, Facts, Followed, Leaf, Rows
 from gnsfast.functional import Documents
 from gnsfast.probing.wrappers import unwrapped
-
-
-class Unit(NamedTuple):
-    """A parameter that has norms of its own, and the module that holds it."""
-
-    parameter: str
-    module: str
 
 
 class ProbeSlab:
@@ -43,7 +36,6 @@ class ProbeSlab:
         """Take over which parameters have norms."""
         self.leaves = self._measured()
         self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
-        self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
         self._of_device: dict[torch.device, list[Leaf]] = {}
         for leaf in self.leaves:
             self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
@@ -114,22 +106,13 @@ class ProbeSlab:
         passes = self._passes
         return tuple([(leaf.expected or 1) * passes for leaf in self.leaves])
 
-    def groups(self) -> list[Tensor]:
-        """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
+    def each(self) -> list[Tensor]:
+        """float32 [rows, B + 2 + G] on each device: a row of each parameter that was reached."""
         parts: dict[torch.device, list[Tensor]] = {}
         for leaf, rows in self.rows.items():
             if not leaf.left_out:
                 parts.setdefault(rows.device, []).append(rows[:1])
         return [torch.cat(rows) for rows in parts.values()]
-
-    def sample_sqnorms(self) -> list[Tensor]:
-        """[B] float64 on each device: each sample's squared norm over all covered parameters."""
-        B = self.num_samples
-        parts: dict[torch.device, list[Tensor]] = {}
-        for leaf, rows in self.rows.items():
-            if not leaf.left_out:
-                parts.setdefault(rows.device, []).append(rows[:1, :B])
-        return [torch.cat(rows).sum(0, dtype=torch.float64) for rows in parts.values()]
 
     @property
     def is_reached(self) -> bool:
@@ -198,17 +181,25 @@ class ProbeSlab:
         many passes of ``num_samples`` samples follow. ``learned`` is called when a batch has shown
         something.
         """
+        self.num_samples, self._passes = num_samples, passes or 1
+        self._begin(facts, documents, passes is not None, learned)
+        self._watch_end(at_end)
+        self._at_start = at_start
+
+    def _begin(
+        self,
+        facts: Mapping[str, Facts],
+        documents: Documents | None,
+        in_stages: bool,
+        learned: Callable[[], None] | None,
+    ) -> None:
         self.refuse_batch_statistics()
-        self.num_samples, self._passes, self.rows = num_samples, passes or 1, Rows(())
-        some = next(iter(facts.values()), NOTHING)
+        self.rows, some = Rows(()), next(iter(facts.values()), NOTHING)
         self._measures = 1 + (some.constants_12 is not None)
-        in_stages = passes is not None
-        self.followed.open(self._caller, num_samples, facts, documents, in_stages)
+        self.followed.open(self._caller, self.num_samples, facts, documents, in_stages)
         closes = weakref.finalize(self, self.followed.close)
         closes.atexit = False
         self._closes: Callable[[], object] = closes
-        self._watch_end(at_end)
-        self._at_start = at_start
         if learned is not None:
             self.followed.batches.call_when_learned(learned)
 
