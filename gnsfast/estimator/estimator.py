@@ -23,7 +23,7 @@ from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.records import Window
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
-from gnsfast.estimator.side import Side
+from gnsfast.estimator.side import Block, Side
 from gnsfast.following import Followed
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
@@ -148,7 +148,7 @@ class GradientNoiseScale:
         """
         if (observer := getattr(self, "_observer", None)) is not None:
             observer.discard()
-        self._inside, self._attached = False, None
+        self._attached = None
 
     def _start(self) -> Observer:
         """The observer. It is made at the first micro-batch, after wrapping and sharding."""
@@ -217,7 +217,7 @@ class GradientNoiseScale:
         if self._observer is None:  # the first micro-batch decides
             self._settings = replace(self._settings, clusters=clusters is not None)
         self._settings.check_block(tokens, cu_seqlens, groups, schedule, ids)
-        if self._inside or self._attached is not None:
+        if self._is_open or self._attached is not None:
             raise ObservationError(
                 "A micro-batch is already open, by another gns.microbatch block or by "
                 "gns.attach(). Each micro-batch takes one forward and one backward pass."
@@ -229,9 +229,8 @@ class GradientNoiseScale:
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed, passes = pipeline.num_samples, pipeline.passes
-        details = dict(groups=groups, ids=ids, clusters=clusters)
-        observer = self._open(passed, cu_seqlens=cu_seqlens, passes=passes, **details)
-        self._inside = True
+        block = Block(passed, self._seen, groups, ids, clusters)
+        observer = self._open(block, cu_seqlens, passes)
         try:
             steps: AbstractContextManager[None] = nullcontext()
             if pipeline is not None:
@@ -244,18 +243,22 @@ class GradientNoiseScale:
             self.discard()
             checks.explain_penalty(error)
             raise
-        if self._inside:  # neither discard() nor reset() was called inside
-            self._inside = False
+        if observer.is_open:  # neither discard() nor reset() was called inside
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(self, num_samples: int, **details: Any) -> Observer:
-        if self._settings.local and num_samples < 2:
+    @property
+    def _is_open(self) -> bool:
+        """Whether a micro-batch is open."""
+        return self._observer is not None and self._observer.is_open
+
+    def _open(self, block: Block, *how: Any) -> Observer:
+        if self._settings.local and block.num_samples < 2:
             raise ValueError(
                 "source='local' needs two samples in each micro-batch, because it measures each "
                 "one by itself. With one sample in a micro-batch use source='global'."
             )
         observer = self._start()
-        observer.open(num_samples, update=self._seen, **details)
+        observer.open(block, *how)
         return observer
 
     @property
@@ -291,7 +294,8 @@ class GradientNoiseScale:
             self.discard()
 
     def _before_forward(self, args: Any, kwargs: Any) -> None:
-        if self._is_learning or not torch.is_grad_enabled() or not self._due or self._inside:
+        inside = self._is_open and self._attached is None  # of a gns.microbatch block
+        if self._is_learning or not torch.is_grad_enabled() or not self._due or inside:
             return
         if self._attached is not None and not self._forward_ended:
             self.discard()  # the last forward pass ended in an error
@@ -304,7 +308,8 @@ class GradientNoiseScale:
                 "there is none. Use gns.microbatch(num_samples)."
             )
         num_samples = x.shape[self._batch_dim if x.ndim > self._batch_dim else 0]
-        self._open(integer("num_samples", num_samples)).show(args, kwargs)
+        block = Block(integer("num_samples", num_samples), self._seen)
+        self._open(block).slab.show(args, kwargs)
         self._attached, self._forward_ended = num_samples, False
 
     def _pass_done(self) -> bool:
@@ -350,7 +355,7 @@ class GradientNoiseScale:
             ObservationError: without a micro-batch, or if gradients are gone or were changed.
             ValueError: for a ``grad_norm`` if parameters are not covered, since it includes them.
         """
-        if self._inside:
+        if self._is_open and self._attached is None:
             raise ObservationError(
                 "gns.update() was called inside a gns.microbatch block: call it after the block"
             )
@@ -394,7 +399,7 @@ class GradientNoiseScale:
         observer = self._observer
         window, sides = self._window()
         observer.check(self._ledger.flags)
-        modules = [name.rpartition(".")[0] for name in observer.units]
+        modules = [name.rpartition(".")[0] for name in observer.stages.units]
         found = summarize(*window[:4], self._settings.local, modules, self.decay)
         found = observer.stages.added(found)
         for side, own in sides:

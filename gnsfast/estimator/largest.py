@@ -90,7 +90,7 @@ class Largest(Side):
         self._records: deque[Record] = deque(maxlen=settings.window)
         self._loaded: dict[int, tuple[float, list[LargestSample]]] = {}  # those of a saved state
         self._loaded_share = math.nan
-        self._block = Block(0, 0, None, None, 0, None, 0)
+        self._block = Block(0, 0)
 
     def open(self, block: Block) -> Mapping[str, Facts]:
         """Raises ValueError if ids have no order, or are not as many as samples."""

@@ -22,7 +22,7 @@ from gnsfast.estimator.side import Side
 from gnsfast.estimator.stages import Stages
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes
-from gnsfast.probing import Audit, calls_of, checks
+from gnsfast.probing import Audit, ProbeSlab, calls_of, checks
 
 
 class Numbers:
@@ -35,20 +35,20 @@ class Numbers:
 
     def __init__(
         self,
-        units: int,
-        order: Tensor,
+        slab: ProbeSlab,
         stages: Stages,
         settings: Settings,
         processes: Processes,
         replicas: list[bool],
         audit: Audit,
         sides: Sequence[Side],
+        device: torch.device,
     ) -> None:
         self.processes, self._stages, self._settings = processes, stages, settings
-        self._audit, self._sides, self.device = audit, sides, order.device
-        self._no_rows = order.new_zeros(0, 3, dtype=torch.float64)  # of an empty stage
-        self._units, self._order = units, order
-        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=self.device)
+        self._audit, self._sides, self.device = audit, sides, device
+        self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
+        self._units, self._order = len(slab.parameters), slab.order(device)
+        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
         self._slot = stages.rank * processes.tensor + processes.coordinate
         K, of_sides = len(stages.units), sum(side.width for side in sides)
         self._widths = [K, K, 1, loss_factors.SCALARS, of_sides]

@@ -71,11 +71,11 @@ class Observer:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._wrapped, self.model, self.settings = model, unwrapped(model), settings
         self.is_settled = False
-        self.slab: ProbeSlab | None = None  # while a micro-batch is open
+        self.is_open = False  # whether a micro-batch is
         self._passes: list[Pass] = []  # of the update under way
-        self._watch: GradientWatch | None = None  # of the open pass
+        self._watch = GradientWatch({}, {})  # of the last pass
         s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
-        self._slab, self._proof = slab, slab.followed.batches.proof
+        self.slab, self._proof = slab, slab.followed.batches.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
@@ -95,14 +95,11 @@ class Observer:
         """Make what depends on which parameters of this process have norms. A batch may show this
         on one process alone, so it must not wait for others.
         """
-        s, slab = self.settings, self._slab
+        s, slab = self.settings, self.slab
         if not slab.parameters and s.stages is None:
             checks.refuse_nothing(slab.followed)
-        self.names = list(slab.parameters)
-        self.parameters: list[Any] = list(slab.parameters.values())
-        self.left_out = slab.left_out
         spread = fsdp_degrees(self.model)
-        self._replicas = [id(p) not in spread for p in self.parameters]
+        self._replicas = [id(p) not in spread for p in slab.parameters.values()]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
         hidden = (n for n, p in slab.parameters.items() if is_dtensor(p) and id(p) not in spread)
         averaged = gradients.averages(self._wrapped, self.processes, self._replicas)
@@ -110,47 +107,43 @@ class Observer:
         self.prints = Fingerprint(slab.parameters, s, *where)
         # Several processes sum their numbers on the device. A single one needs no device.
         self._where = self.device if self.processes.world > 1 else torch.device("cpu")
-        self.audit = Audit([] if s.by_gradients else self.names, self._where)
+        self.audit = Audit([] if s.by_gradients else [*slab.parameters], self._where)
 
     def settle(self) -> None:
         """Make what depends on which parameters have norms on all stages. With stages every process
         of them must call this.
         """
         s = self.settings
-        self.stages = Stages(self.model, self._slab, s.stages)
-        self.units = self.stages.units
-        if not self.units:
+        self.stages = Stages(self.model, self.slab, s.stages)
+        if not self.stages.units:
             raise ValueError("No stage has a trainable parameter with per-sample norms")
-        order = self._slab.order(self._where)
-        self.numbers = Numbers(
-            *(len(self.names), order, self.stages, s, self.processes, self._replicas),
-            *(self.audit, [*self.sides.values()]),
-        )
+        of = self.slab, self.stages, s, self.processes
+        sides = [*self.sides.values()]
+        self.numbers = Numbers(*of, self._replicas, self.audit, sides, self._where)
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
-        proof, lost = self._slab.followed.batches.proof, self._slab.lost()
+        proof, lost = self.slab.followed.batches.proof, self.slab.lost()
         if not lost:
             self._proof = proof
             return
         if self.is_settled or self._passes:
             self.discard()
-            why = next(leaf.left_out for leaf in self._slab.followed.leaves if leaf.name in lost)
+            why = next(leaf.left_out for leaf in self.slab.followed.leaves if leaf.name in lost)
             raise ObservationError(
                 f"{lost[0]}: {why}. Other passes were measured with it before, so call gns.reset() "
                 f"to leave it out, or before training gnsfast.configure(model, exclude={lost})."
             )
         self._proof = proof
-        if self.slab is not None and self._watch is not None:
-            self._watch.stop()
+        self._watch.stop()
         self._leave_out(lost)
-        if self.slab is not None:
+        if self.is_open:
             self.prints.open(first=True)
             self._watch_gradients()
 
     def _leave_out(self, names: list[str]) -> None:
         """Measure some parameters no more."""
-        self._slab.refresh()
+        self.slab.refresh()
         for side in self.sides.values():
             side.leave_out(names)
         self._bind()
@@ -163,7 +156,7 @@ class Observer:
         if self._has_agreed or not self._passes:
             return True
         self._has_agreed, s = True, self.settings
-        leaves = self._slab.followed.leaves
+        leaves = self.slab.followed.leaves
         here = {leaf.name: leaf.left_out for leaf in leaves if leaf.left_out}
         stage = 0 if s.stages is None else dist.get_rank(s.stages)  # each has its own parameters
         found = gathered((stage, here, s.clusters), s.group)
@@ -190,46 +183,34 @@ class Observer:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
-        return [] if self.slab is None else self.slab.probes
+        return self.slab.probes if self.is_open else []
 
     def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """A pass of a pipeline's stage."""
-        return self._slab.followed.next_pass(unwrapped(stage), args, kwargs)
+        return self.slab.followed.next_pass(unwrapped(stage), args, kwargs)
 
     @property
     def midway(self) -> bool:
         """Whether an update has begun and has not ended."""
-        return self.slab is not None or bool(self._passes)
+        return self.is_open or bool(self._passes)
 
     def open(
-        self,
-        num_samples: int,
-        cu_seqlens: Tensor | None = None,
-        groups: Any = None,
-        passes: int | None = None,
-        ids: Any = None,
-        update: int = 0,
-        clusters: Any = None,
+        self, block: Block, cu_seqlens: Tensor | None = None, passes: int | None = None
     ) -> None:
         """Let the next forward and backward pass fill the probes; in a pipeline several."""
-        if self.slab is not None:
-            raise ObservationError(
-                "A micro-batch is already open. Each gns.microbatch(...) block takes one forward "
-                "and one backward pass."
-            )
-        if Followed.of(self.model) is not self._slab.followed:
+        if Followed.of(self.model) is not self.slab.followed:
             raise ObservationError(
                 "Parameters were moved, frozen, unfrozen or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged. Call gns.reset()."
             )
-        if self._slab.followed.batches.proof is not self._proof:  # another block has shown it
+        if self.slab.followed.batches.proof is not self._proof:  # another block has shown it
             self._learned()
-        if (groups is None) != (not self.settings.groups):
+        if (block.groups is None) != (not self.settings.groups):
             raise ValueError(
                 "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
                 "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
             )
-        if (clusters is None) == self.settings.clusters:
+        if (block.clusters is None) == self.settings.clusters:
             raise ValueError(
                 "clusters was given in some micro-batches and not in others. Give "
                 "gns.microbatch(n, clusters=...) in each, or call gns.reset() to begin anew."
@@ -237,21 +218,21 @@ class Observer:
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
-        slab, first = self._slab, not self._passes
+        slab, first = self.slab, not self._passes
         try:
             self.prints.open(first)
         except ObservationError:
             self._drop()
             raise
-        slots, documents = num_samples, None
+        slots, documents = block.num_samples, None
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
-            documents = document_slots(cu_seqlens, num_samples, slots)
-        block = Block(len(self._passes), num_samples, groups, ids, update, clusters, slots)
+            documents = document_slots(cu_seqlens, block.num_samples, slots)
+        block = block._replace(before=len(self._passes), slots=slots)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)
-        self.slab, self._split = slab, False
+        self.is_open, self._split = True, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
         self._by_marks = one and not dist.is_initialized()  # DDP writes to whole buckets
@@ -260,7 +241,7 @@ class Observer:
             side.start()  # after the watch, which does not audit parameters with hooks
 
     def _watch_gradients(self) -> None:
-        prints, parameters = self.prints, self._slab.parameters
+        prints, parameters = self.prints, self.slab.parameters
         self._audited = self.audit.next(not self._passes)
         audited = {name: parameters[name] for name in self._audited}
         try:
@@ -269,13 +250,8 @@ class Observer:
             self.discard()
             raise
 
-    def show(self, args: Any, kwargs: Any) -> None:
-        """Show the batch of the open micro-batch, before the model gets it."""
-        self._slab.show(args, kwargs)
-
     def _begin_backward(self) -> None:
         """Look at the gradients of earlier passes when backward begins."""
-        assert self._watch is not None
         self.prints.begin_backward(self._watch.arrived)
 
     def pass_over(self) -> None:
@@ -286,13 +262,13 @@ class Observer:
 
     def reached(self) -> bool:
         """Whether backward has reached a probe of the open micro-batch."""
-        return self.slab is not None and self.slab.is_reached
+        return self.is_open and self.slab.is_reached
 
     def discard(self) -> None:
         """Close the probes and forget the update, whose gradients are not complete."""
-        if self.slab is not None:
+        if self.is_open:
             self._stop()
-            self._slab.forget()
+            self.slab.forget()
             self.audit.undo(self._audited)
         self._drop()
         self.prints.forget()
@@ -321,11 +297,10 @@ class Observer:
         pipeline: PipelinePasses | None = None,
     ) -> Pass:
         slab, watch = self.slab, self._watch
-        assert slab is not None and watch is not None
         passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         loss_factors.check_passes(num_samples, passes, tokens)
         slab.read()
-        if self.names and not self.reached():
+        if slab.parameters and not self.reached():
             raise ObservationError(NO_BACKWARD)
         if pipeline is not None:
             gradients.refuse_unscaled_stage(self.settings.grad_scaler)
@@ -368,13 +343,12 @@ class Observer:
 
     def _stop(self) -> None:
         """Make the model what it was."""
-        if self.slab is not None:
+        if self.is_open:
             self.slab.close()
             for side in self.sides.values():
                 side.stop()
-        if self._watch is not None:
-            self._watch.stop()
-        self.slab = self._watch = None
+        self._watch.stop()
+        self.is_open = False
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
         """Raise if one more micro-batch of the update does not fit those before it."""
@@ -421,7 +395,7 @@ class Observer:
                 f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
                 "grad_norm, before clipping."
             )
-        gradients.refuse_partial_norm(self.left_out)
+        gradients.refuse_partial_norm(self.slab.left_out)
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""
@@ -430,18 +404,17 @@ class Observer:
 
     def check(self, flags: Tensor) -> None:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
-        K = len(self.units)
-        calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(self.names))
+        K, parameters = len(self.stages.units), self.slab.parameters
+        calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(parameters))
         own, takes_norm = flags[2 * K :].tolist(), self.settings.takes_norm
         if wrong := checks.explain_flags(own, takes_norm):
             raise ObservationError(wrong)
-        for name, count, more in zip(self.names, *calls_2K.tolist()):
+        for name, count, more in zip(parameters, *calls_2K.tolist()):
             if more != 0:  # NaN too
                 raise ObservationError(checks.explain_calls(name, more + 1))
             if self.unseen[name] and (self.processes.world == 1 or count == 0):
                 raise ObservationError(checks.explain_unseen(name))
-        named = dict(zip(self.names, self.parameters))
-        if wrong := self.audit.check(named, self._slab.followed.batches.is_half):
+        if wrong := self.audit.check(parameters, self.slab.followed.batches.is_half):
             raise ObservationError(wrong)
 
 

@@ -36,18 +36,18 @@ class Setup(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A pass that begins: how many of its update came before it, its samples, the ``slots`` that it
-    has for them, of which those of packed documents are more, the user's
-    ``groups``, ``clusters`` and ``ids`` of them, and the number of the update.
+    """A pass that begins: its samples, the number of its update, the user's ``groups``, ``ids`` and
+    ``clusters`` of the samples; how many passes of the update came ``before`` it, and the ``slots``
+    that it has for samples, of which those of packed documents are more.
     """
 
-    before: int
     num_samples: int
-    groups: Any
-    ids: Any
     update: int
-    clusters: Any
-    slots: int
+    groups: Any = None
+    ids: Any = None
+    clusters: Any = None
+    before: int = 0
+    slots: int = 0
 
 
 class Side:

@@ -16,7 +16,7 @@ from gnsfast.reference import outer, rows
 
 def measured_norms(gns: gnsfast.GradientNoiseScale) -> dict[str, Tensor]:
     """Parameter name -> [B + 1] that the probes hold."""
-    rows = {leaf.name: rows for leaf, rows in gns._start()._slab.rows.items()}
+    rows = {leaf.name: rows for leaf, rows in gns._start().slab.rows.items()}
     assert all(own[0, -1] >= 1.0 for own in rows.values())
     return {name: own[1, :-1].double() for name, own in rows.items()}
 
