@@ -4,7 +4,6 @@ P = 1 / (√(v / (1 - beta2^t)) + eps) of the optimizer's last step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Update, Window
-from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
-from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
+from gnsfast.noise_scale import loss_factors, summarize_adam
 from gnsfast.reference import metric_sqnorm
 from gnsfast.tensors import is_dtensor, local_part, whole
 
@@ -37,10 +35,6 @@ class AdamMetric(Side):
     """
 
     name, width = "adam", 2
-
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return settings.optimizer is not None
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -115,11 +109,8 @@ class AdamMetric(Side):
         p = metric_2[0] + 0.0 * q  # NaN where a v is missing
         return torch.stack([p, q * self.setup.processes.divisor**2])
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
-        found = summarize_adam(numbers, window.scalars, self._local, (), decay)
-        return replace(result, adam=found)
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
+        return {"adam": summarize_adam(numbers, window.scalars, self._local, (), decay)}
 
     def _moment(self, p: nn.Parameter, name: str) -> Tensor | None:
         """v of a parameter, or None before the optimizer's first step."""

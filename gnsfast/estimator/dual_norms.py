@@ -20,13 +20,11 @@ from gnsfast.estimator.dual_factors import Factors, factors
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
 from gnsfast.estimator.records import Pass, Update, Window
-from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
 from gnsfast.functional import Grams, Halves, Squares
 from gnsfast.noise_scale import (
     NUMBERS,
-    NoiseScale,
     dual_norms,
     summarize_dual,
 )
@@ -41,10 +39,6 @@ class DualNorm(Side):
     name = "sign"
     feature = SIGN
     needs = "None is trained. Leave metric='sign' out."
-
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return cls.name in settings.dual
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -226,15 +220,12 @@ class DualNorm(Side):
         found: Tensor = update.left[self.name]
         return found
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
         modules = [name.rpartition(".")[0] for name in self.parameters]
         own, left_out = numbers.unflatten(1, (-1, NUMBERS)), self.left_out
         found = summarize_dual(self.name, own, window.scalars, modules, left_out, decay)
         units = "micro_batches" if self._settings.micro_batches else "samples"
-        own_field: Any = {self.name: replace(found, noise_from=units)}
-        return replace(result, **own_field)
+        return {self.name: replace(found, noise_from=units)}
 
     def state(self, numbers: Tensor) -> dict[str, Any]:
         """The running mean, whole and on the CPU."""

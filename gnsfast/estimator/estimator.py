@@ -401,10 +401,10 @@ class GradientNoiseScale:
         observer.check(self._ledger.flags)
         modules = [name.rpartition(".")[0] for name in observer.stages.units]
         found = summarize(*window[:4], self._settings.local, modules, self.decay)
-        found = observer.stages.added(found)
+        fields = observer.stages.fields()
         for side, own in sides:
-            found = side.added(found, own, window, self.decay)
-        return found
+            fields |= side.fields(own, window, self.decay)
+        return replace(found, **fields)
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""

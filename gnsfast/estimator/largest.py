@@ -4,17 +4,14 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnsfast.estimator.records import Pass, Update, Window, kept
-from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side
 from gnsfast.following import Facts
-from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
 
 NAMED = 3
@@ -44,38 +41,33 @@ class LargestSample(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What a pass left: the squared norm of each sample, and of the K largest their places and the
-    norms of each parameter, beside the medians of all.
+    """What a pass left: the names of its samples and their squared norms, the places of the K
+    largest, and by how much these exceed the median of all in each parameter.
     """
 
     ids: Any
     sqnorm_B: Tensor
     place_K: Tensor
-    rows_KP: Tensor
-    median_P: Tensor
+    excess_KP: Tensor
 
 
 class Record(NamedTuple):
-    """The largest samples of an update, with their micro-batches and places there."""
+    """What is kept of an update: the names of the samples of each pass, and a row for each of the
+    largest: its squared norm, its pass and its place there, and by how much it stands out in each
+    parameter.
+    """
 
     update: int
     total: Tensor
     median: Tensor
-    sqnorm_K: Tensor
-    pass_K: Tensor
-    place_K: Tensor
-    excess_KP: Tensor
     ids: list[Any]
+    rows_K: Tensor
 
 
 class Largest(Side):
     """The largest samples of the newest updates. They stay on the device until somebody asks."""
 
     name = "largest"
-
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return settings.keep_largest > 0
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -110,37 +102,30 @@ class Largest(Side):
         rows_PB = torch.cat(rows) if rows else torch.zeros(0, B, device=device)
         sqnorm_B = rows_PB.sum(0, dtype=torch.float64)
         place_K = sqnorm_B.topk(min(self.setup.settings.keep_largest, B)).indices
-        median_P = rows_PB.nanmedian(1).values
+        excess_KP = (rows_PB[:, place_K] - rows_PB.nanmedian(1, keepdim=True).values).T
         ids = kept(block.ids) if isinstance(block.ids, Tensor | None) else list(block.ids)
-        return Candidates(ids, sqnorm_B, place_K, rows_PB[:, place_K].T, median_P)
+        return Candidates(ids, sqnorm_B, place_K, excess_KP)
 
     def finish(
         self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The largest squared norm of the update, and the sum."""
-        found: list[Candidates] = [each.left[self.name] for each in passes]
-        # Backward has multiplied each gradient by the factor of a gradient scaler.
-        factors = [1.0 if p.loss_scale is None else p.loss_scale.double() ** -2 for p in passes]
-        own = [c.sqnorm_B * f for c, f in zip(found, factors)]
-        all_N = torch.cat(own)
-        sqnorm_K = torch.cat([t[c.place_K] for t, c in zip(own, found)])
-        pass_K = torch.cat([torch.full_like(c.place_K, a) for a, c in enumerate(found)])
-        excess_KP = torch.cat([(c.rows_KP - c.median_P) * f for c, f in zip(found, factors)])
-        largest = sqnorm_K.topk(min(self.setup.settings.keep_largest, len(sqnorm_K)))
-        at = largest.indices
-        self._records.append(
-            Record(
-                update=self._block.update,
-                total=all_N.where(all_N.isfinite(), 0.0).sum(),
-                median=all_N.nanmedian(),
-                sqnorm_K=largest.values,
-                pass_K=pass_K[at],
-                place_K=torch.cat([c.place_K for c in found])[at],
-                excess_KP=excess_KP[at],
-                ids=[c.ids for c in found],
-            )
-        )
-        return largest.values[0], self._records[-1].total
+        names, sqnorms, rows = [], [], []
+        for a, each in enumerate(passes):
+            ids, sqnorm_B, place_K, excess_KP = each.left[self.name]
+            # Backward has multiplied each gradient by the factor of a gradient scaler.
+            factor = 1.0 if each.loss_scale is None else each.loss_scale.double() ** -2
+            sqnorm_B, place = sqnorm_B * factor, place_K.double()
+            where = torch.stack([sqnorm_B[place_K], torch.full_like(place, a), place], 1)
+            names.append(ids)
+            sqnorms.append(sqnorm_B)
+            rows.append(torch.cat([where, excess_KP * factor], 1))
+        all_N, rows_K = torch.cat(sqnorms), torch.cat(rows)
+        most = min(self.setup.settings.keep_largest, len(rows_K))
+        rows_K = rows_K[rows_K[:, 0].topk(most).indices]
+        total, median = all_N.where(all_N.isfinite(), 0.0).sum(), all_N.nanmedian()
+        self._records.append(Record(self._block.update, total, median, names, rows_K))
+        return rows_K[0, 0], total
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
         found = torch.zeros(self.width, dtype=torch.float64, device=device)
@@ -148,10 +133,8 @@ class Largest(Side):
         found[self._rank], found[-1] = largest.to(device), total.to(device)
         return found
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
-        return replace(result, largest=self._share(numbers))
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
+        return {"largest": self._share(numbers)}
 
     def _share(self, numbers: Tensor) -> float:
         """The largest share of the newest update. A state that was loaded has no numbers."""
@@ -202,8 +185,8 @@ class Largest(Side):
     def _samples(self, record: Record, names: list[str]) -> list[LargestSample]:
         """The samples of a record, whose shares are not known yet."""
         found, median = [], record.median.item()
-        columns = record.sqnorm_K, record.pass_K, record.place_K, record.excess_KP
-        for sqnorm, a, place, excess in zip(*(t.tolist() for t in columns)):
+        for sqnorm, *where in record.rows_K.tolist():
+            (a, place), excess = map(int, where[:2]), where[2:]
             ids = record.ids[a]
             own = (record.update, self._rank, a, place) if ids is None else ids[place]
             most = torch.tensor(excess).topk(min(NAMED, len(names))).indices.tolist()

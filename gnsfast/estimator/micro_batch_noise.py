@@ -16,7 +16,6 @@ degrees of freedom in an update where single samples give n b - 1.
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
 from gnsfast.following import Leaf
-from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import parameters_at_rest
 from gnsfast.probing import ProbeSlab
 from gnsfast.tensors import accumulate_dtype, is_dtensor
@@ -186,10 +184,6 @@ class MicroBatches(Side):
 
     name = "micro_batches"
 
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return settings.by_gradients
-
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
         if len(passes) * self.setup.processes.world < 2:
             raise ObservationError(
@@ -199,9 +193,7 @@ class MicroBatches(Side):
                 "GradientNoiseScale with unit='sample' measures a single pass."
             )
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
         p, passes = window.p.sum(1), window.scalars[:, 2]
         if bool((window.whole > (1 + 1e-3) * passes * p).any()):  # by Cauchy-Schwarz
             raise ObservationError(
@@ -210,4 +202,4 @@ class MicroBatches(Side):
                 "these gradients. With a gradient scaler pass grad_scaler=scaler."
             )
         used = (p + window.whole).isfinite() & (passes > 1)
-        return replace(result, noise_from="micro_batches", passes=int(passes[used].sum()))
+        return {"noise_from": "micro_batches", "passes": int(passes[used].sum())}

@@ -82,7 +82,7 @@ class Observer:
             self.processes = replace(self.processes, factor=factor)
         first = next(iter((*slab.parameters.values(), *self.model.parameters())), None)
         self.device = torch.device("cpu") if first is None else first.device
-        asked = [kind for kind in SIDES if kind.is_asked(s)]
+        asked = [kind for kind in SIDES if s.sides[kind.name]]
         if asked and self.processes.tensor > 1:
             refuse([*s.features(), TENSOR_PARALLEL])
         setup = Setup(self.model, slab, s, self.processes, self.device)

@@ -7,7 +7,6 @@ for each cluster, so that no product is computed twice.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Integral
 from reprlib import repr
 from typing import Any
@@ -19,10 +18,9 @@ from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.sample_groups import GroupedSamples
-from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, of_samples
 from gnsfast.following import Facts
-from gnsfast.noise_scale import CLUSTER_NUMBERS, NoiseScale, summarize_clusters
+from gnsfast.noise_scale import CLUSTER_NUMBERS, summarize_clusters
 from gnsfast.parallel import gathered
 
 APART = (
@@ -38,10 +36,6 @@ class ClusterMeasure(GroupedSamples):
 
     name = "clusters"
     width = CLUSTER_NUMBERS
-
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return settings.clusters
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -80,12 +74,10 @@ class ClusterMeasure(GroupedSamples):
         _, k, _, _, clusters, _, w, *_ = found.sum(0)
         return torch.stack([k, w, clusters])
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
         norms, local = (window.p.sum(1), window.whole), self.setup.settings.local
         found = summarize_clusters(*norms, numbers, window.scalars, local, decay)
-        return replace(result, clusters=found)
+        return {"clusters": found}
 
 
 def clusters_of(clusters: Any, num_samples: int) -> list[Any]:

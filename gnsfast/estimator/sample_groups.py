@@ -6,18 +6,16 @@ measured by itself, as ``source="local"`` does for all samples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnsfast.estimator.records import Pass, Update, Window
-from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, of_samples
 from gnsfast.following import Facts
 from gnsfast.functional import Groups
-from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_group
+from gnsfast.noise_scale import loss_factors, summarize_group
 from gnsfast.parallel import gathered
 
 WIDTH = 2 + loss_factors.SCALARS
@@ -85,10 +83,6 @@ class GroupMeasure(GroupedSamples):
 
     name = "groups"
 
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        return bool(settings.groups)
-
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         names = self._groups = setup.settings.groups
@@ -119,9 +113,7 @@ class GroupMeasure(GroupedSamples):
         found = [self.of_groups(each, device) for each in update.passes]
         return torch.stack(found).sum(0).flatten()
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
         parts = numbers.unflatten(1, (len(self._groups), WIDTH)).unbind(1)
         groups = {name: summarize_group(part, (), decay) for name, part in zip(self._groups, parts)}
-        return replace(result, per_group=groups)
+        return {"per_group": groups}

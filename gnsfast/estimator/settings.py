@@ -144,6 +144,19 @@ class Settings:
         return self.optimizer is None and not self.dual
 
     @property
+    def sides(self) -> dict[str, bool]:
+        """What may be measured beside the norms, and whether it is asked for."""
+        return {
+            "micro_batches": self.by_gradients,
+            "adam": self.optimizer is not None,
+            "sign": "sign" in self.dual,
+            "spectral": "spectral" in self.dual,
+            "groups": bool(self.groups),
+            "clusters": self.clusters,
+            "largest": self.keep_largest > 0,
+        }
+
+    @property
     def local(self) -> bool:
         return self.source == "local"
 

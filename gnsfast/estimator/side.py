@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.following import NOTHING, Facts
-from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 
@@ -56,13 +55,9 @@ class Side:
     """
 
     name = ""
+    """That of ``Settings.sides``."""
     width = 0
     """How many numbers it has in an update."""
-
-    @classmethod
-    def is_asked(cls, settings: Settings) -> bool:
-        """Whether the settings ask for it."""
-        raise NotImplementedError
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -91,11 +86,9 @@ class Side:
         """
         return torch.zeros(0, dtype=torch.float64, device=device)
 
-    def added(
-        self, result: NoiseScale, numbers: Tensor, window: Window, decay: float | None
-    ) -> NoiseScale:
-        """``result`` with what was measured, from the numbers [U, width] of the window."""
-        return result
+    def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
+        """Its fields of ``NoiseScale``, from the numbers [U, width] of the window."""
+        return {}
 
     def leave_out(self, names: Sequence[str]) -> None:
         """Measure some parameters no more, also in a pass that has just been opened."""

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the units and probe rows of all pipeline stages, and the share that they cover."""
 
-from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
 from gnsfast.probing import ProbeSlab
 
@@ -52,10 +50,10 @@ class Stages:
         self._trainable = sum(part.trainable for part in found)
         self._left_out = {name: n for part in found for name, n in part.left_out.items()}
 
-    def added(self, result: NoiseScale) -> NoiseScale:
-        """``result`` with the share of the trainable elements that it covers."""
+    def fields(self) -> dict[str, Any]:
+        """The fields of ``NoiseScale`` that say which of the trainable elements it covers."""
         covered = 1.0 - sum(self._left_out.values()) / max(1, self._trainable)
-        return replace(result, covered=covered, left_out=tuple(self._left_out))
+        return {"covered": covered, "left_out": tuple(self._left_out)}
 
     def of_units(self, t: Tensor) -> Tensor:
         """Pad this stage's [..., K] with zeros to the units of all stages."""
