@@ -17,7 +17,6 @@ from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.attachment import Attachment
 from gnsfast.estimator.largest import LargestSample
-from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.records import Window
@@ -161,9 +160,8 @@ class GradientNoiseScale:
         """The observer, when it is known which parameters have norms."""
         observer = self._start()
         if not observer.is_settled:
-            observer.settle()
             with torch.inference_mode(False):  # see ``_start``
-                self._ledger = Ledger(self.window, observer.numbers)
+                observer.settle()
         return observer
 
     @contextmanager
@@ -369,7 +367,7 @@ class GradientNoiseScale:
         observer.is_settled = True
         if grad_norm is not None:
             observer.refuse_norm()
-        self._ledger.add(observer.finish(grad_norm))
+        observer.ledger.add(observer.finish(grad_norm))
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
             observer.audit_again()
@@ -398,7 +396,7 @@ class GradientNoiseScale:
             )
         observer = self._observer
         window, sides = self._window()
-        observer.check(self._ledger.flags)
+        observer.check(observer.ledger.flags)
         modules = [name.rpartition(".")[0] for name in observer.stages.units]
         found = summarize(*window[:4], self._settings.local, modules, self.decay)
         fields = observer.stages.fields()
@@ -408,8 +406,8 @@ class GradientNoiseScale:
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""
-        sides = [*self._settle().sides.values()]
-        window = self._ledger.window()
+        observer = self._settle()
+        window, sides = observer.ledger.window(), [*observer.sides.values()]
         return window, [*zip(sides, window.sides.split([side.width for side in sides], 1))]
 
     def largest(self, k: int | None = None) -> list[LargestSample]:
@@ -458,18 +456,11 @@ class GradientNoiseScale:
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
-            "ring": self._ledger.ring[:, : self._saved].clone(),
-            "flags": self._ledger.flags.clone(),
+            "ring": observer.ledger.ring[:, : observer.saved].clone(),
+            "flags": observer.ledger.flags.clone(),
             "unseen": dict(observer.unseen),
             "means": {k: v for side, own in sides for k, v in side.state(own).items()},
         }
-
-    @property
-    def _saved(self) -> int:
-        """How many numbers of an update a state holds: all but those of ``largest``, the last."""
-        observer = self._settle()
-        largest = observer.sides.get("largest")
-        return observer.numbers.width - (0 if largest is None else largest.width)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``, with the same bits as without an interruption.
@@ -483,17 +474,20 @@ class GradientNoiseScale:
             for leaf in followed.leaves:
                 if leaf.name in left_out and not leaf.left_out:
                     leaf.left_out = "left out in the run whose state was loaded"
-        self._settings = replace(self._settings, clusters=bool(state.get("clusters")))
-        other = Observer(self.model, self._settings)
-        other.settle()
-        refuse_other(state, identity(other, self.window, self.every))
+        settings = replace(self._settings, clusters=bool(state.get("clusters")))
+        with torch.inference_mode(False):  # see ``_start``
+            observer = Observer(self.model, settings)
+            observer.settle()
+        refuse_other(state, identity(observer, self.window, self.every))
         self.reset()
-        self._settle().is_settled = state["measured"] > 0
+        self._observer, self._settings = observer, settings
         self._seen, self._measured = state["seen"], state["measured"]
-        self._ledger.count = self._measured
-        self._ledger.ring.fill_(math.nan)
-        self._ledger.ring[:, : self._saved] = state["ring"][:, : self._saved]
-        self._ledger.flags.copy_(state["flags"])
-        self._start().unseen.update(state.get("unseen", {}))  # older states had none
-        for side in self._start().sides.values():
+        observer.is_settled = self._measured > 0
+        ledger, saved = observer.ledger, observer.saved
+        ledger.count = self._measured
+        ledger.ring.fill_(math.nan)
+        ledger.ring[:, :saved] = state["ring"][:, :saved]
+        ledger.flags.copy_(state["flags"])
+        observer.unseen.update(state.get("unseen", {}))  # older states had none
+        for side in observer.sides.values():
             side.load(state["means"])

@@ -17,6 +17,7 @@ from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorm, SpectralNorm
 from gnsfast.estimator.fingerprint import Fingerprint
 from gnsfast.estimator.largest import Largest
+from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.micro_batch_noise import GradientSlab, MicroBatches
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Pass, Update, kept
@@ -61,11 +62,9 @@ SIDES: tuple[type[Side], ...] = (
 class Observer:
     """Collects what probes and gradients show, on the device, without waiting for it.
 
-    ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
-    ``check`` reads. The vector holds p and q of each of K units, which are
-    parameters, the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so
-    the units stay what they are. ``unseen``: in how many passes a parameter got a gradient although
-    no probe of it was reached.
+    ``finish`` returns an update, which the ``ledger`` takes. It has the flags that ``check`` reads.
+    ``is_settled``: an update has ended, so which parameters have norms stays what it is.
+    ``unseen``: in how many passes a parameter got a gradient although no probe of it was reached.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -119,7 +118,14 @@ class Observer:
             raise ValueError("No stage has a trainable parameter with per-sample norms")
         of = self.slab, self.stages, s, self.processes
         sides = [*self.sides.values()]
-        self.numbers = Numbers(*of, self._replicas, self.audit, sides, self._where)
+        numbers = Numbers(*of, self._replicas, self.audit, sides, self._where)
+        self.ledger = Ledger(s.window, numbers)
+
+    @property
+    def saved(self) -> int:
+        """How many numbers of an update a state holds: all but those of ``Largest``, the last."""
+        largest = self.sides.get("largest")
+        return self.ledger.ring.shape[1] - (0 if largest is None else largest.width)
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""

@@ -362,7 +362,7 @@ def test_unequal_lengths(metric: str) -> None:
                 parts = numbers(before, moments[name], new, unbiased, mean, *halves)
                 whole = whole + torch.stack(parts)
     gns.compute()
-    [row] = gns._ledger.ring[2:3]
+    [row] = gns._start().ledger.ring[2:3]
     [side] = gns._start().sides.values()
     found = row[-side.width :].view(-1, 7).sum(0)
     torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)

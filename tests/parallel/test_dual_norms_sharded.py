@@ -109,7 +109,7 @@ def alone(model: nn.Module, metric: Any = METRICS, **options: Any) -> gnsfast.Gr
 
 def numbers(gns: gnsfast.GradientNoiseScale) -> Tensor:
     """[U, P, 7] of the updates after the first, which has no past."""
-    rows = gns._ledger.ring[1 : gns.compute().updates]
+    rows = gns._start().ledger.ring[1 : gns.compute().updates]
     width = sum(side.width for side in gns._start().sides.values())
     return rows[:, -width:].unflatten(1, (-1, 7))
 
