@@ -316,11 +316,8 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         rows, uses, idle = slab.sums(), slab.uses, slab.idle
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
-        samples = (
-            [t[:, : slab.num_samples].sum(0, dtype=torch.float64) for t in slab.each()]
-            if each
-            else []
-        )
+        reached, B = slab.each() if each else [], slab.num_samples
+        samples = [t[:, :B].sum(0, dtype=torch.float64) for t in reached]
         self._stop()
         left = {name: side.passed() for name, side in self.sides.items()}
         if not self.prints.is_over:
