@@ -80,7 +80,7 @@ class Largest(Side):
         self._world, self._rank = processes.world, setup.rank
         self.width = self._world + 1  # the largest of each process, and the sum of all
         self._records: deque[Record] = deque(maxlen=settings.window)
-        self._loaded: dict[int, tuple[float, list[LargestSample]]] = {}  # those of a saved state
+        self._known: dict[int, tuple[float, list[LargestSample]]] = {}  # those of all processes
         self._loaded_share = math.nan
         self._block = Block(0, 0)
 
@@ -157,7 +157,7 @@ class Largest(Side):
     def load(self, state: dict[str, Any]) -> None:
         saved = state.get(self.name, {})  # a run that kept none, or an older version, saved none
         for update, total, own in saved.get("updates", ()):
-            self._loaded[update] = total, [LargestSample(*each) for each in own]
+            self._known[update] = total, [LargestSample(*each) for each in own]
         self._loaded_share = saved.get("share", math.nan)
 
     def largest(self, k: int | None) -> list[LargestSample]:
@@ -171,16 +171,18 @@ class Largest(Side):
 
     def _updates(self) -> dict[int, tuple[float, list[LargestSample]]]:
         """The sum of all squared norms of each update of the window, and its largest samples, of
-        all processes.
+        all processes. Each tells the others only what is new since the last call.
         """
-        names = [leaf.name for leaf in self.setup.slab.leaves]
+        names, found = [leaf.name for leaf in self.setup.slab.leaves], self._known
         here = [(r.update, r.total.item(), self._samples(r, names)) for r in self._records]
-        found = dict(self._loaded)
         for own in [here] if self._world == 1 else gathered(here, self.setup.settings.group):
             for update, total, samples in own:
                 before, others = found.get(update, (0.0, []))
                 found[update] = before + total, others + samples
-        return {update: found[update] for update in [*found][-self.setup.settings.window :]}
+        self._records.clear()
+        newest = [*found][-self.setup.settings.window :]
+        self._known = {update: found[update] for update in newest}
+        return self._known
 
     def _samples(self, record: Record, names: list[str]) -> list[LargestSample]:
         """The samples of a record, whose shares are not known yet."""

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gnsfast
+from gnsfast.estimator import largest
 from gnsfast.parallel import gathered
 
 pytestmark = pytest.mark.dist
@@ -61,6 +62,33 @@ def measure(gns: Any, rank: int, update: int, x: torch.Tensor) -> None:
         F.cross_entropy(gns.model(own), own[:, :3].argmax(1)).backward()
     gns.update()
     gns.model.zero_grad()
+
+
+def told(rank: int) -> None:
+    """Each log asks for the largest of the window, and processes exchange those of new updates."""
+    model, sizes = DistributedDataParallel(small()), []
+    gns, again = (gnsfast.GradientNoiseScale(model, keep_largest=2, window=3) for _ in range(2))
+    gather = largest.gathered
+
+    def counted(value: Any, group: Any) -> Any:
+        sizes.append(len(value))
+        return gather(value, group)
+
+    data = torch.randn(5, 2 * B, D)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(largest, "gathered", counted)
+        for update, x in enumerate(data):
+            measure(gns, rank, update, x)
+            if update != 2:
+                found = gns.largest()
+    assert sizes == [1, 1, 2, 1]
+    for update, x in enumerate(data):
+        measure(again, rank, update, x)
+    assert found == gns.largest() == again.largest() and len(found) == 3 * 2 * 2
+
+
+def test_only_what_is_new_is_exchanged() -> None:
+    spawn(told)
 
 
 def small() -> torch.nn.Module:
