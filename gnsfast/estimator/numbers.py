@@ -49,7 +49,6 @@ class Numbers:
         self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
         self._units, self._order = len(slab.parameters), slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
-        self._slot = stages.rank * processes.tensor + processes.coordinate
         K, of_sides = len(stages.units), sum(side.width for side in sides)
         self._widths = [K, K, 1, loss_factors.SCALARS, of_sides]
         self.width, self.flags = sum(self._widths), 2 * K + len(checks.FLAGS)
@@ -74,56 +73,52 @@ class Numbers:
         # All tensor-parallel processes found the same.
         p_UK, q_UK = (sums_U2K / self.processes.tensor).unbind(1)
         whole_U = q_UK.sum(1)
-        of_gradients = []
+        seen_U7 = whole_U.new_zeros(len(updates), 7)
         for u, update in enumerate(updates):
-            q, whole, seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
-            of_gradients.append(torch.stack(seen))  # first: it may hold a view of ``whole_U``
-            q_UK[u], whole_U[u] = q, whole
-        seen_U7 = torch.stack(of_gradients)
+            if not update.by_probe or update.norm is not None:
+                q, whole, seen = self._of_gradients(update, p_UK[u], q_UK[u], whole_U[u])
+                seen_U7[u] = torch.stack(seen)  # first: it may hold a view of ``whole_U``
+                q_UK[u], whole_U[u] = q, whole
         sides_UE = p_UK.new_zeros(len(updates), 0)
         if self._sides:
             rows = ([side.numbers(each, self.device) for side in self._sides] for each in updates)
             sides_UE = torch.stack([torch.cat(row) for row in rows])
-        of = self._stages.of_units
-        return self._summed(
-            p_q=torch.cat([of(p_UK), of(q_UK), whole_U[:, None]], 1),
-            weights=self._in_place(scalars / self.processes.tensor, self._stages.rank),
-            sides=sides_UE,
-            calls=torch.cat([*map(of, calls)], 1),
-            flags=torch.cat([seen_U7[:, :3], misplaced], 1),
-            norms=seen_U7[:, 3:6],
-            replicas=self._in_place(_moments(seen_U7[:, 6]), self._slot, self.processes.tensor),
-        )
-
-    def _in_place(self, t_UN: Tensor, place: int, tensor: int = 1) -> Tensor:
-        """The numbers of this process in their place among those of all stages, or of all processes
-        that have a share of the layers.
-        """
-        found = t_UN.new_zeros(len(t_UN), self.processes.stages * tensor, t_UN.shape[1])
-        found[:, place] = t_UN
-        return found.flatten(1)
-
-    def _summed(self, **parts: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers and the flags of all processes, from this process's share of each part."""
-        vector = torch.cat([*parts.values()], 1)
-        world, stages = self.processes.world, self.processes.stages
-        if world > 1:
-            dist.all_reduce(vector, group=self._settings.group)
-        widths = [t.shape[1] for t in parts.values()]
-        of = dict(zip(parts, vector.split(widths, 1)))
-        norm, square, read = of["norms"].unbind(1)
-        of["flags"][:, 2] += another_norm(norm / world, read)
-        weights_UNS = of["weights"].unflatten(1, (stages, -1))
-        first = weights_UNS[:, :1]
-        disagreements = [
-            _differ(*of["replicas"].unflatten(1, (-1, 3)).unbind(2)).any(1),
-            _differ(norm.new_tensor(world), norm, square),
-            ((weights_UNS - first).abs() > 1e-6 * first.abs()).flatten(1).any(1),
+        of, world = self._stages.of_units, self.processes.world
+        parts = [
+            torch.cat([of(p_UK), of(q_UK), whole_U[:, None]], 1),
+            *(scalars, sides_UE, torch.cat([*map(of, calls)], 1)),
+            *(torch.cat([seen_U7[:, :3], misplaced], 1), seen_U7[:, 3:6]),
         ]
-        return (
-            torch.cat([of["p_q"], weights_UNS[:, 0], of["sides"]], 1),
-            torch.cat([of["calls"], of["flags"], torch.stack(disagreements, 1).double()], 1),
-        )
+        apart = whole_U.new_zeros(len(updates), 3)
+        if world > 1:  # else it agrees with itself
+            parts, apart = self._summed(parts, seen_U7[:, 6])
+        *numbers, calls_U2K, flags, norms = parts
+        flags[:, 2] += another_norm(norms[:, 0] / world, norms[:, 2])
+        return torch.cat(numbers, 1), torch.cat([calls_U2K, flags, apart], 1)
+
+    def _summed(self, parts: list[Tensor], replica_U: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The parts of all processes, from this process's share of each, and whether processes
+        have different gradients, different norms, or different weights of the same samples.
+        """
+        on, rank = self.processes, self._stages.rank
+        p_q, scalars, *others, norms = parts
+        of_replica = torch.stack([torch.ones_like(replica_U), replica_U, replica_U.square()], 1)
+        places = rank * on.tensor + on.coordinate, on.stages * on.tensor
+        vectors = [
+            *(p_q, _in_place(scalars / on.tensor, rank, on.stages), *others, norms),
+            _in_place(of_replica, *places),
+        ]
+        vector = torch.cat(vectors, 1)
+        dist.all_reduce(vector, group=self._settings.group)
+        p_q, scalars, *others, norms, replicas = vector.split([t.shape[1] for t in vectors], 1)
+        scalars_UNS = scalars.unflatten(1, (on.stages, -1))
+        first, (given, square, _) = scalars_UNS[:, :1], norms.unbind(1)
+        apart = [
+            _differ(*replicas.unflatten(1, (-1, 3)).unbind(2)).any(1),
+            _differ(given.new_tensor(on.world), given, square),
+            ((scalars_UNS - first).abs() > 1e-6 * first.abs()).flatten(1).any(1),
+        ]
+        return [p_q, scalars_UNS[:, 0], *others, norms], torch.stack(apart, 1).double()
 
     def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
         """The numbers of P passes [P, ...]: p and q of the units, the scalars of the weights, calls
@@ -217,9 +212,11 @@ def another_norm(given: Tensor, read: Tensor) -> Tensor:
     return given.isfinite() & ((given - read).abs() > 0.03 * read)
 
 
-def _moments(t_U: Tensor) -> Tensor:
-    """The number of processes that have these numbers, their sum and that of their squares."""
-    return torch.stack([torch.ones_like(t_U), t_U, t_U.square()], 1)
+def _in_place(t_UN: Tensor, place: int, places: int) -> Tensor:
+    """The numbers of one stage or replica in its place among those of all."""
+    found = t_UN.new_zeros(len(t_UN), places, t_UN.shape[1])
+    found[:, place] = t_UN
+    return found.flatten(1)
 
 
 def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:

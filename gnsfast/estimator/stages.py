@@ -50,6 +50,8 @@ class Stages:
 
     def of_units(self, t: Tensor) -> Tensor:
         """Pad this stage's [..., K] with zeros to the units of all stages."""
+        if t.shape[-1] == len(self.units):
+            return t
         return F.pad(t, (self._first, len(self.units) - self._first - t.shape[-1]))
 
     def own_units(self, t: Tensor, count: int) -> Tensor:

@@ -229,3 +229,17 @@ def test_gradients_that_are_scaled_without_a_mark_are_noticed(settings: Any) -> 
     gns.update()
     with pytest.raises(gnsfast.ObservationError, match="radients were changed"):
         gns.compute()
+
+
+def test_one_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is spared the sum over processes, which would leave its numbers as they are."""
+    model, gns = made()
+    block(model, gns)
+    gns.update()
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: None)
+    parts = [torch.randn(2, width, dtype=torch.float64) for width in (7, 8, 0, 6, 5, 3)]
+    parts[-1][:, 1] = parts[-1][:, 0].square()  # of a norm that is given
+    summed, apart = gns._start().ledger._numbers._summed(parts, torch.rand(2).double())
+    assert all(map(torch.equal, summed, parts)) and not apart.any()
+    parts[-1][0, 1] += 1.0
+    assert gns._start().ledger._numbers._summed(parts, torch.rand(2).double())[1].any()
