@@ -27,7 +27,7 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
 )
 from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, told
-from gnsfast.critical_batch.branches.branch_process import Plan, train_job
+from gnsfast.critical_batch.branches.branch_process import Plan, train_branch
 from gnsfast.errors import BranchError
 
 FORK = multiprocessing.get_context("fork")
@@ -41,8 +41,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def forks() -> Iterator[LocalProcesses]:
-    """New processes that need not import torch again, for seconds each."""
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalProcesses]:
+    """New processes that need not import torch again, for seconds each.
+
+    In a fork nothing is left of the executor's threads, for which its exit would wait.
+    """
+    monkeypatch.setattr(threading, "_threading_atexits", [])
     with LocalProcesses(2) as pool:
         pool._context = FORK
         yield pool
@@ -113,8 +117,8 @@ def divide() -> ScriptedRun:
 def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
     folder, plan = BranchFolder(tmp_path), Plan((2.0,), 960, 0.1, 0.5, "keep", "train", None, False)
     ScriptedRun().save(make(folder.checkpoint))
-    work = (train_job, branch_runs.out_of_memory, folder, plan, *plan.branches(8))
-    assert told(*work) == {"error": "RuntimeError: no memory"}
+    work = (train_branch, branch_runs.out_of_memory, folder, plan, *plan.branches(8))
+    assert told(folder, "branch-2", *work) == "RuntimeError: no memory"
     reason, *trace = (tmp_path / "branch-2.error").read_text().splitlines()
     assert reason == "RuntimeError: no memory" and "train" in "".join(trace)
     assert folder.finished(2.0) is None

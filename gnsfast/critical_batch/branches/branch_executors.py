@@ -4,7 +4,6 @@ Processes that do a work together are started by torchrun or srun.
 """
 
 import base64
-import json
 import multiprocessing
 import os
 import pickle
@@ -15,10 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
+import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from gnsfast.critical_batch.branches.branch_folder import BranchFolder, shown
+from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.errors import BranchError
 from gnsfast.parallel import process_count
 
@@ -90,25 +88,16 @@ class LocalProcesses(ThreadPoolExecutor):
         pickled(fn, args)
         return super().submit(self._call, fn, *args)
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        receiver, sender = self._context.Pipe(duplex=False)
+    def _call(self, fn: Callable[..., Any], *args: Any) -> None:
         # Not a daemon: a daemon may not start processes of a DataLoader.
-        work = self._ours, sender, self._torch_threads, fn, *args
+        work = self._ours, self._torch_threads, fn, *args
         process = self._context.Process(target=_work, args=work)
         process.start()
-        sender.close()
-        if self._ours in connection.wait([receiver, process.sentinel, self._ours]):
+        if self._ours in connection.wait([process.sentinel, self._ours]):
             process.terminate()  # it may not have come to reading the pipe
-        said = None
-        with suppress(EOFError):  # it died
-            said = receiver.recv() if receiver.poll() else None
         process.join()
-        if said is None:
+        if process.exitcode:
             raise BranchError(f"its process ended with exit code {process.exitcode}")
-        value, error = said
-        if error is not None:
-            raise error
-        return value
 
     def __exit__(self, *exception: object) -> None:
         """End all calls, also those at work."""
@@ -116,17 +105,14 @@ class LocalProcesses(ThreadPoolExecutor):
         self.shutdown(cancel_futures=True)
 
 
-def _work(ours: Any, sender: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
+def _work(ours: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this one and its processes
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(ours,), daemon=True).start()
     torch.set_num_threads(threads)
-    try:
-        sender.send((fn(*args), None))
-    except Exception as error:
-        sender.send((None, error))
+    sys.exit(fn(*args) is not None)
 
 
 def _end_after(ours: Any) -> None:
@@ -137,26 +123,37 @@ def _end_after(ours: Any) -> None:
     os._exit(1)
 
 
-def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """What ``work`` returns, or its exception as text, which every executor can pass on."""
+def told(folder: BranchFolder, name: str, work: Callable[..., Any], *args: Any) -> str | None:
+    """Why ``work`` failed, as text, which every executor can pass on; None where it did not.
+
+    What the work found is in the folder, and so is the reason, which a process may not live to
+    pass on.
+    """
     try:
-        return {"value": work(*args)}
+        work(*args)
     except Exception as error:
+        folder.fail(name, reason_of(error), traceback.format_exc())
         if process_count() > 1:  # the others wait for this process: it has to end
             raise
-        return {"error": reason_of(error)}
+        return reason_of(error)
+    return None
 
 
-def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, Any], None, None]:
-    """What each call was ``told``, as they end. Closing it cancels those that wait."""
+def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, str | None], None, None]:
+    """Each call that has ended, and why it failed. Closing it cancels those that wait."""
     pause = POLL[0]
     try:
         while calls:
             done = [key for key, call in calls.items() if call.done()]
             pause = POLL[0] if done else min(1.5 * pause, POLL[1])
             for key in done:
-                said = told(calls.pop(key).result)  # an error: it was lost, as with its machine
-                yield key, said.get("value", said)
+                try:
+                    failed = calls.pop(key).result()
+                except Exception as error:  # it was lost, as with its machine
+                    if process_count() > 1:
+                        raise
+                    failed = reason_of(error)
+                yield key, failed
             if calls and not done:
                 time.sleep(pause)
     finally:
@@ -172,8 +169,10 @@ def reason_of(error: BaseException) -> str:
     return f"{kind}: {said}" if said else kind
 
 
-def launch(command: str | None, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
-    """Call ``work(*args)`` in the processes that ``command`` starts; return the first one's result.
+def launch(
+    command: str | None, folder: BranchFolder, name: str, work: Callable[..., Any], *args: Any
+) -> None:
+    """Call ``work(*args)`` in the processes that ``command`` starts.
 
     Without a command, in a process of its own: this one on the main thread, else a new one.
     Threads, such as Dask's tasks, share the random numbers of their process.
@@ -188,29 +187,24 @@ def launch(command: str | None, folder: BranchFolder, work: Callable[..., Any], 
         BranchError: where the command fails.
     """
     if command is None and threading.current_thread() is threading.main_thread():
-        return work(*args)
+        work(*args)
+        return
     alone = {name: value for name, value in os.environ.items() if name not in SHARED}
     words = shlex.split(command or "")
     if not any(MODULE_STARTERS.fullmatch(Path(word).name) for word in words):
         words.append(sys.executable)
-    result = folder.path / f"launched-{uuid.uuid4().hex}.json"
     # Their output goes to stderr: stdout is that of the command that measures.
-    line = [*words, "-m", LAUNCHED, _packed(work, args, result)]
+    line = [*words, "-m", LAUNCHED, _packed(folder, name, work, *args)]
     ended = subprocess.run(line, stdout=2, env=alone if command is None else None)
-    if ended.returncode and not result.is_file():
+    if ended.returncode:
         raise BranchError(
             f"{words[0]} ended with exit code {ended.returncode}; its output says why"
         )
-    said = json.loads(shown(result).read_text(encoding="utf-8"))
-    result.unlink()
-    if "error" in said:
-        raise BranchError(said["error"])
-    return said["value"]
 
 
-def _packed(work: Callable[..., Any], args: tuple[Any, ...], result: Path) -> str:
-    """The work as an argument of a command, and the path that it is imported by."""
-    job = pickled(work, args, result)
+def _packed(*work: Any) -> str:
+    """A work as an argument of a command, and the path that it is imported by."""
+    job = pickled(*work)
     if b"__main__" in job:
         raise ValueError(
             "other processes call make_run, and they cannot import it from the script that runs: "

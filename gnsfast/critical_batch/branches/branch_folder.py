@@ -13,7 +13,8 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +32,7 @@ except ImportError:  # Windows
 KIND, FORMAT = "branch settings", 1
 SETTINGS, NOISE, CHECKPOINT, PARTIAL = "settings.json", "noise_scale.json", "checkpoint", ".partial"
 STEPS, DONE = "branch_steps.jsonl", "done"
-LOCK, LOGS = "lock", "logs"
+LOCK, LOGS, ERROR = "lock", "logs", ".error"
 """``LOGS`` is for the files of an executor."""
 
 PATIENCE = 120.0
@@ -42,10 +43,11 @@ class BranchFolder:
     """Reads and writes the folder of a measurement.
 
     It holds ``settings.json``, ``checkpoint/``, ``noise_scale.json`` and the result. Each branch
-    has ``branch-k.json`` and ``branch-k.jsonl``, its steps, once it finished, and
-    ``branch-k.error`` once it failed. Until then ``branch-k-at-TOKENS/`` is the run saved after
-    TOKENS tokens of the branch, ``branch-k.saves`` lists what was saved, and a
-    ``branch-k.steps-*.partial`` has the steps of a process so far.
+    has ``branch-k.json`` and ``branch-k.jsonl``, its steps, once it finished. Until then
+    ``branch-k-at-TOKENS/`` is the run saved after TOKENS tokens of the branch, ``branch-k.saves``
+    lists what was saved, and a ``branch-k.steps-*.partial`` has the steps of a process so far.
+    ``branch-k.error`` and ``checkpoint.error`` say why the last call failed that trained the
+    branch or saved the checkpoint.
 
     Where a run has several processes, all of them call the methods that take it, and the first one
     writes.
@@ -129,6 +131,10 @@ class BranchFolder:
             shown(self.path / SETTINGS)
             self._check_settings(settings)
 
+    def settings(self) -> dict[str, Any]:
+        """What ``prepare`` wrote, perhaps on another machine."""
+        return _read_object(shown(self.path / SETTINGS))
+
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         there = _read_object(saved := self.path / SETTINGS)
         check_format(saved, there, KIND, FORMAT, ": name a new folder")
@@ -191,12 +197,36 @@ class BranchFolder:
         for steps in self._glob(k, f".steps-*{PARTIAL}"):
             steps.unlink(missing_ok=True)
 
-    def fail(self, k: float, reason: str, trace: str) -> None:
-        """Write why a branch failed: the reason in one line, then the traceback."""
-        self._branch_path(k, ".error").write_text(f"{reason}\n{trace}", encoding="utf-8")
+    def outcome(self, branch: Branch, failed: str | None) -> Branch:
+        """What became of a branch whose call has ended, or ``failed`` for this reason.
 
-    def forget_failure(self, k: float) -> None:
-        self._branch_path(k, ".error").unlink(missing_ok=True)
+        Another process may have finished the branch of a call that failed.
+        """
+        name, path = branch_name(branch.k), self._branch_path(branch.k, ".json")
+        if failed and not path.is_file():
+            return replace(branch, reason=self.failure(name) or failed)
+        self.forget_failure(name)
+        return _branch(shown(path))
+
+    def fail(self, name: str, reason: str, trace: str) -> None:
+        """Note why a call failed: the reason in one line, then the traceback.
+
+        Where several processes fail together, the first one says why, and the others fail for the
+        lost connection.
+        """
+        with (
+            suppress(FileExistsError),
+            (self.path / f"{name}{ERROR}").open("x", encoding="utf-8") as f,
+        ):
+            f.write(f"{reason}\n{trace}")
+
+    def failure(self, name: str) -> str:
+        """The noted reason; empty without one."""
+        path = self.path / f"{name}{ERROR}"
+        return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
+
+    def forget_failure(self, name: str) -> None:
+        (self.path / f"{name}{ERROR}").unlink(missing_ok=True)
 
     def resume(self, run: BranchRun, k: float) -> list[dict[str, Any]]:
         """Restore ``run`` to the newest save of the branch, or to the checkpoint without one.
@@ -260,15 +290,15 @@ class BranchFolder:
             return file.read().split("\n")[:-1]
 
     def _branch_path(self, k: float, ending: str) -> Path:
-        return self.path / f"branch-{k_in_name(k)}{ending}"
+        return self.path / f"{branch_name(k)}{ending}"
 
     def _glob(self, k: float, ending: str) -> list[Path]:
-        return [*self.path.glob(f"branch-{k_in_name(k)}{ending}")]
+        return [*self.path.glob(f"{branch_name(k)}{ending}")]
 
 
-def k_in_name(k: float) -> str:
-    """k as file names have it: 0.5, and 2 instead of 2.0."""
-    return repr(float(k)).removesuffix(".0")
+def branch_name(k: float) -> str:
+    """The name of a branch and the beginning of its files': branch-0.5, branch-2."""
+    return f"branch-{repr(float(k)).removesuffix('.0')}"
 
 
 def line_of(record: Mapping[str, Any]) -> str:
@@ -316,7 +346,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _is_own(path: Path) -> bool:
     """Whether the file is one that a measurement leaves when it is killed early."""
-    return path.name in (LOCK, LOGS) or path.name.endswith(PARTIAL)
+    return path.name in (LOCK, LOGS) or path.name.endswith((PARTIAL, ERROR))
 
 
 def _unique() -> str:

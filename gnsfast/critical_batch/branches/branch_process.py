@@ -2,14 +2,12 @@
 """``Plan``: what a measurement asks for; and how one branch is trained, in whatever process."""
 
 import math
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gnsfast.arguments import check_choice, finite_or_none, integer
-from gnsfast.critical_batch.branches.branch_executors import reason_of
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder, line_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.branch_rule import (
@@ -21,7 +19,7 @@ from gnsfast.critical_batch.branches.branch_rule import (
 from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, null_to_nan
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
-from gnsfast.parallel import first, is_first
+from gnsfast.parallel import first
 
 LEAST_STEPS = 3
 """The fewest steps of a branch: the first loss is still the checkpoint's, and the noise of a loss
@@ -85,15 +83,19 @@ class Plan:
         return [Branch(k, round(k * batch_size), lr_factor(k), *rest) for k in self.ks]
 
 
-def train_branch(run: BranchRun, folder: BranchFolder, plan: Plan, branch: Branch) -> Branch:
+def train_branch(
+    make_run: Callable[[], BranchRun], folder: BranchFolder, plan: Plan, branch: Branch
+) -> None:
     """Train a branch from its newest save to its end, or until a loss is not finite.
 
     Raises:
-        BranchError: where ``run`` takes steps of another size than asked for or ends early.
+        BranchError: where the run takes steps of another size than asked for or ends early.
     """
+    run = make_run()
+    folder.refuse_other(run)
     k, batch_size, lr_factor = branch.k, branch.batch_size, branch.lr_factor
-    if (finished := first(lambda: folder.finished(k))) is not None:
-        return finished
+    if first(lambda: folder.finished(k)) is not None:
+        return
     steps = folder.resume(run, k)
     done = saved = steps[-1]["tokens"] if steps else 0
     left, per_step = plan.delta_tokens - done, batch_size * run.tokens_per_sample
@@ -123,7 +125,8 @@ def train_branch(run: BranchRun, folder: BranchFolder, plan: Plan, branch: Branc
                 folder.save(run, k, steps)
                 saved = done
                 if (finished := first(lambda: folder.finished(k))) is not None:
-                    return first(lambda: folder.finish(finished, []))
+                    first(lambda: folder.finish(finished, []))
+                    return
     losses = [null_to_nan(step["loss"]) for step in steps]
     if math.isfinite(loss):
         if done < plan.delta_tokens:
@@ -137,23 +140,4 @@ def train_branch(run: BranchRun, folder: BranchFolder, plan: Plan, branch: Branc
     if math.isfinite(loss):
         noise = smoothed_std(losses, plan.alpha) if own else math.nan
         ended = replace(ended, loss=loss, loss_std=noise, state="finished")
-    return first(lambda: folder.finish(ended, steps))
-
-
-def train_job(
-    make_run: Callable[[], BranchRun], folder: BranchFolder, plan: Plan, branch: Branch
-) -> dict[str, Any]:
-    """Train a branch with a new run; its record.
-
-    The folder also gets the reason of a failure. Where several processes train the branch and one
-    of them raises, it has to end: the others wait for it, and its end ends them too.
-    """
-    try:
-        run = make_run()
-        folder.refuse_other(run)
-        if is_first():
-            folder.forget_failure(branch.k)
-        return train_branch(run, folder, plan, branch).record()
-    except Exception as error:
-        folder.fail(branch.k, reason_of(error), traceback.format_exc())
-        raise
+    first(lambda: folder.finish(ended, steps))

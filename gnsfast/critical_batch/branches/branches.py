@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from gnsfast.critical_batch.branches.branch_executors import (
     launch,
     told,
 )
-from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Plan, train_job
+from gnsfast.critical_batch.branches.branch_folder import (
+    CHECKPOINT,
+    BranchFolder,
+    branch_name,
+)
+from gnsfast.critical_batch.branches.branch_process import Plan, train_branch
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
 from gnsfast.critical_batch.branches.measurement import (
@@ -153,17 +158,25 @@ def measure_critical_batch(
             pool = executor
         elif not here:
             pool = stack.enter_context(LocalProcesses(max(workers, 1)))
-        how = (told,) if here else (told, launch, launcher, files)
-        make = (lambda: run) if here else make_run
 
-        def submit(work: Callable[..., Any], *args: Any) -> Call:
-            return pool.submit(*how, work, make, files, *args)
+        def submit(name: str, work: Callable[..., Any], *args: Any) -> Call:
+            first(lambda: files.forget_failure(name))
+            if here:
+                return pool.submit(told, files, name, work, lambda: run, files, plan, *args)
+            process = launch, launcher, files, name
+            return pool.submit(told, files, name, *process, work, make_run, files, plan, *args)
 
         if run is None:
-            settings = _prepared(submit(_prepare, plan))
+            [(_, failed)] = ended({CHECKPOINT: submit(CHECKPOINT, _prepare)})
+            if failed:
+                noted = files.failure(CHECKPOINT)
+                raise BranchError(
+                    noted or f"the process that saves the checkpoint was lost: {failed}"
+                )
         else:
-            settings = _prepare(lambda: run, files, plan)
+            _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))
+        settings = first(files.settings)
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
         if factor is not None:
             _refuse_unmeasured(factor, scales)
@@ -194,29 +207,13 @@ def _refuse_unmeasured(factor: str, scales: dict[str, Any]) -> None:
     )
 
 
-def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> dict[str, Any]:
-    """Save the checkpoint and measure the noise scale there; the settings of the branches."""
+def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> None:
+    """Save the checkpoint and measure the noise scale there."""
     run = make_run()
-    settings = plan.settings(run)
-    files.prepare(settings, run)
+    files.prepare(plan.settings(run), run)
     if plan.noise_scale and first(files.noise_scale) is None:
         record = _measured(run)
         first(lambda: files.write_noise_scale(record))
-    return settings
-
-
-def _prepared(call: Call) -> dict[str, Any]:
-    """The settings that another process returns once it has prepared the folder."""
-    try:
-        said = call.result()
-    except Exception as error:
-        raise BranchError(f"the process that saves the checkpoint was lost: {error}") from error
-    finally:
-        call.cancel()
-    if "error" in said:
-        raise BranchError(said["error"])
-    settings: dict[str, Any] = said["value"]
-    return settings
 
 
 @contextmanager
@@ -259,16 +256,10 @@ def _train(
         take(finished)
     trained = {branch.k for branch in found}
     asked = [branch for branch in plan.branches(batch_size) if branch.k not in trained]
-    calls = {branch: submit(train_job, plan, branch) for branch in asked}
+    calls = {branch: submit(branch_name(branch.k), train_branch, branch) for branch in asked}
     with closing(ended(calls)) as ends:
-        for branch, said in ends:
-            if "value" in said:
-                take(Branch.from_record(said["value"]))
-            else:
-                there = [other for other in files.branches() if other.k == branch.k]
-                if there:  # another process has finished it
-                    files.forget_failure(branch.k)
-                take(there[0] if there else replace(branch, reason=said["error"]))
+        for branch, failed in ends:
+            take(first(partial(files.outcome, branch, failed)))
     return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
 
 

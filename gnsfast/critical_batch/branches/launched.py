@@ -9,10 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gnsfast.critical_batch.branches.branch_executors import reason_of
-from gnsfast.critical_batch.branches.branch_folder import write
+from gnsfast.critical_batch.branches.branch_executors import told
 from gnsfast.errors import BranchError
-from gnsfast.parallel import is_first, process_count
+from gnsfast.parallel import process_count
 
 SRUN = {
     "RANK": "SLURM_PROCID",
@@ -30,7 +29,7 @@ def main() -> None:
         step = int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])
         os.environ.setdefault("MASTER_PORT", str(20_000 + step % 10_000))
     sys.path, job = pickle.loads(base64.b64decode(sys.argv[1]))
-    work, (make_run, *args), result = pickle.loads(job)
+    folder, name, work, make_run, *args = pickle.loads(job)
 
     def make() -> Any:
         run, started = make_run(), int(os.environ.get("WORLD_SIZE", 1))
@@ -41,16 +40,10 @@ def main() -> None:
             )
         return run
 
-    try:
-        value = work(make, *args)
-    except Exception as error:
-        if not result.exists():  # the others fail next, for the lost connection
-            write(result, {"error": reason_of(error)})
-        raise
-    if is_first():
-        write(result, {"value": value})
+    failed = told(folder, name, work, make, *args)
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
