@@ -41,6 +41,8 @@ def back_at_the_checkpoint(rank: int, path: str, wrap: str, steps: int) -> None:
     list(run.train(80 * steps))
     run.save(folder)
     at_checkpoint = everything(run)
+    own = torch.load(folder / f"process-{rank}.pt")
+    assert {*own["model"].values()} == {None} or rank == 0 or wrap == "fsdp"  # written once
     unbranched = list(run.train(480))
     end = everything(run)
     list(run.train(320, batch_size=16, lr_factor=1.5))

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from gnsfast.parallel import process_count
-from gnsfast.tensors import is_dtensor
+from gnsfast.parallel import is_first, process_count
+from gnsfast.tensors import is_dtensor, local_part
 
 
 def random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
@@ -84,103 +85,78 @@ def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
                 buffer.copy_(state["buffers"][name])
 
 
-FILE, SHARED, MODEL, OPTIMIZER = "run.pt", "shared", "model.", "optimizer."
+PARTS = ("model", "optimizer")
 
 
 def save_run(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]) -> None:
-    """Write the state of a model and its optimizer, and ``own`` for each process."""
+    """Write the state of a model and its optimizer, and ``own`` for each process.
+
+    Each of several processes writes a file: its shards, and the first one also what all of them
+    have alike.
+    """
+    state = own | state_of(model, optimizer)
     if process_count() > 1:
-        _save_sharded(folder, model, optimizer, own)
-    else:
-        torch.save(own | state_of(model, optimizer), folder / FILE)
+        # Buffers such as batch norm's differ between processes, so each process writes its own.
+        state |= {"processes": process_count(), "buffers": dict(model.named_buffers())}
+        state |= {part: pytree.tree_map_only(Tensor, _own_part, state[part]) for part in PARTS}
+    torch.save(state, folder / _file())
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read what ``save_run`` wrote for this process alone.
+    """Read what ``save_run`` wrote for this process.
 
     Raises:
         ValueError: where another number of processes wrote the folder.
     """
-    if process_count() > 1:
-        return _read_own(folder)
-    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+    path, processes = folder / _file(), process_count()
+    found = _read(path) if processes == 1 or path.is_file() else {}
+    if found.get("processes", 1) != processes:
+        raise ValueError(
+            f"{folder} was not saved by {processes} processes. Each process has random numbers of "
+            "its own, so start as many processes as saved it"
+        )
     return found
 
 
 def load_run(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]) -> None:
     """Load what ``save_run`` wrote; ``own`` is what ``read_run`` returned."""
     if process_count() > 1:
-        _load_sharded(folder, model, optimizer, own)
-    else:
-        load_state(model, optimizer, own)
+        alike = _read(folder / _file(0))
+        either = lambda mine, first: first if mine is None else mine
+        own |= {part: pytree.tree_map(either, own[part], alike[part]) for part in PARTS}
+        for name, like in model.state_dict().items():
+            own["model"][name] = _whole(own["model"][name], like)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, values in own["optimizer"]["state"].items():
+            values.update({name: _whole(v, parameters[index]) for name, v in values.items()})
+    load_state(model, optimizer, own)
 
 
-def _save_sharded(
-    folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]
-) -> None:
-    """Write the model's and the optimizer's state together, and ``own`` for each process.
-
-    ``torch.distributed.checkpoint`` writes a replicated tensor once and a sharded one in parts. Its
-    ``get_state_dict`` is not used: it steps an optimizer that has no state, to make one.
+def _own_part(t: Any) -> Any:
+    """What this process writes of a tensor: its shard of a DTensor, or None where the first process
+    writes it.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save as save_together
-
-    state = optimizer.state_dict()
-    tensors = {MODEL + name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    plain: dict[int, dict[str, Any]] = {}
-    for index, values in state["state"].items():
-        plain[index] = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{OPTIMIZER}{index}.{name}"] = value
-            else:
-                plain[index][name] = value
-    save_together(tensors, checkpoint_id=folder / SHARED)
-    own = own | {"optimizer": {"state": plain, "param_groups": state["param_groups"]}}
-    # Buffers such as batch norm's differ between processes, so each process writes its own.
-    own["buffers"] = {name: b.clone() for name, b in model.named_buffers()}
-    own["processes"] = dist.get_world_size()
-    torch.save(own, folder / _own_file())
+    if is_dtensor(t):
+        return local_part(t), t.placements, t.shape, t.stride()
+    return t if is_first() else None
 
 
-def _read_own(folder: Path) -> dict[str, Any]:
-    path, processes = folder / _own_file(), dist.get_world_size()
-    found = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else {}
-    if found.get("processes") != processes:
-        raise ValueError(
-            f"{folder} was not saved by {processes} processes. Each process has random numbers of "
-            "its own, so start as many processes as saved it"
-        )
-    return dict(found)
+def _whole(saved: Any, like: Any) -> Any:
+    """The DTensor of a shard, on the processes of the tensor ``like``."""
+    if not isinstance(saved, tuple):
+        return saved
+    local, placements, shape, stride = saved
+    local = local.to(like.device)
+    return type(like).from_local(local, like.device_mesh, placements, shape=shape, stride=stride)
 
 
-def _load_sharded(
-    folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]
-) -> None:
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint.state_dict_loader import load as load_together
-
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    of_model, of_optimizer = model.state_dict(), own["optimizer"]
-    tensors: dict[str, Tensor] = {}
-    saved = filesystem.FileSystemReader(folder / SHARED).read_metadata().state_dict_metadata
-    for key, about in saved.items():
-        if key.startswith(MODEL):
-            tensors[key] = of_model[key.removeprefix(MODEL)]
-            continue
-        index, _, name = key.removeprefix(OPTIMIZER).partition(".")
-        tensors[key] = _target(about, parameters[int(index)])
-        of_optimizer["state"][int(index)][name] = tensors[key]
-    load_together(tensors, checkpoint_id=folder / SHARED)
-    load_state(model, optimizer, own | {"model": of_model, "optimizer": of_optimizer})
+def _file(rank: int | None = None) -> str:
+    """The file of a process, by default of this one."""
+    if process_count() == 1:
+        return "run.pt"
+    return f"process-{dist.get_rank() if rank is None else rank}.pt"
 
 
-def _target(about: Any, parameter: Tensor) -> Tensor:
-    """A tensor for an optimizer's state to be read into, spread as a parameter of its shape."""
-    if is_dtensor(parameter) and about.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=about.properties.dtype)
-    return torch.empty(about.size, dtype=about.properties.dtype)
-
-
-def _own_file() -> str:
-    return f"process-{dist.get_rank()}.pt"
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found

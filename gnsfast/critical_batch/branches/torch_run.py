@@ -239,7 +239,7 @@ class TorchRun:
         """Write model, optimizer, random number generators, data position and progress.
 
         The file holds only tensors and plain values, which ``torch.load(weights_only=True)`` reads.
-        Several processes write ``torch.distributed.checkpoint``'s files, and one each.
+        Each of several processes writes one, with its shards.
         """
         own = {
             "tokens": self._tokens,
