@@ -69,10 +69,12 @@ class BranchFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"the folder of a measurement cannot be {self.path}, which is a file")
         self.path.mkdir(parents=True, exist_ok=True)
-        if not (self.path / SETTINGS).is_file() and not all(map(_is_own, self.path.iterdir())):
+        there = {each.name for each in self.path.iterdir()}
+        if SETTINGS not in there and there - {LOGS}:
             raise ValueError(
                 f"{self.path} holds other files and no branch measurement: name a new folder"
             )
+        (self.path / SETTINGS).touch()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -117,13 +119,11 @@ class BranchFolder:
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         saved = self.path / SETTINGS
-        try:
-            saved.touch(exist_ok=False)  # finds the file of another machine, however late listed
-        except FileExistsError:
-            if saved.stat().st_size:
-                self._check_settings(settings)
-                return
-        write(saved, {"kind": KIND, "format": FORMAT, **settings})
+        saved.touch()  # finds that of another machine, however late listed
+        if saved.stat().st_size:
+            self._check_settings(settings)
+        else:
+            write(saved, {"kind": KIND, "format": FORMAT, **settings})
 
     def refuse_other(self, run: Any) -> None:
         """Raise ValueError for a run whose own settings are not those of the folder."""
@@ -342,11 +342,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return record
-
-
-def _is_own(path: Path) -> bool:
-    """Whether the file is one that a measurement leaves when it is killed early."""
-    return path.name in (LOCK, LOGS) or path.name.endswith((PARTIAL, ERROR))
 
 
 def _unique() -> str:

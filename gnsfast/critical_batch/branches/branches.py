@@ -30,12 +30,11 @@ from gnsfast.critical_batch.branches.branch_process import Plan, train_branch
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
 from gnsfast.critical_batch.branches.measurement import (
-    SETTINGS,
     Branch,
     CriticalBatch,
     averaged,
+    known_at_checkpoint,
     noise_scale_records,
-    noise_scales_from_record,
 )
 from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.errors import BranchError
@@ -176,31 +175,30 @@ def measure_critical_batch(
         else:
             _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))
-        settings = first(files.settings)
-        scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
+        scales = first(lambda: files.noise_scale(expected=noise_scale))
+        known = known_at_checkpoint({**first(files.settings), **(scales or {})})
         if factor is not None:
-            _refuse_unmeasured(factor, scales)
-        branches, missing = _train(files, plan, settings["batch_size"], submit, on_branch)
+            _refuse_unmeasured(factor, known)
+        branches, missing = _train(files, plan, known["batch_size"], submit, on_branch)
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
             f"To train it again, call again with the same folder, {files.path}"
         )
-    own = {name: settings[name] for name in SETTINGS}
-    result = CriticalBatch(branches=branches, missing=missing, **own, **scales)
+    result = CriticalBatch(branches=branches, missing=missing, **known)
     first(lambda: files.write_result(result.record()))
     return result
 
 
-def _refuse_unmeasured(factor: str, scales: dict[str, Any]) -> None:
+def _refuse_unmeasured(factor: str, known: dict[str, Any]) -> None:
     """Raise ValueError if the noise scale that a factor is to be computed with is not there."""
-    known = [m for m in METRICS if scales.get("noise_scale" if m == "euclidean" else m) is not None]
-    if factor in known:
+    scales = [m for m in METRICS if known["noise_scale" if m == "euclidean" else m] is not None]
+    if factor in scales:
         return
-    why = f" ({scales['noise_scale_reason']})" if scales.get("noise_scale_reason") else ""
+    why = f" ({known['noise_scale_reason']})" if known["noise_scale_reason"] else ""
     raise ValueError(
         f"The {factor} noise scale was not measured at the checkpoint{why}, so there will be no "
-        f"factor for it, and no branch was begun. Measured: {', '.join(known) or 'none'}. Ask for "
+        f"factor for it, and no branch was begun. Measured: {', '.join(scales) or 'none'}. Ask for "
         "the factor of one of these, or for none. A TorchRun measures spectral for "
         "torch.optim.Muon, sign for any other optimizer, and adam too for an Adam or AdamW that "
         "has stepped."
@@ -275,17 +273,6 @@ def _measured(run: BranchRun) -> dict[str, Any]:
     known: RunIdentity = getattr(run, "identity", RunIdentity)()
     own = replace(known, tokens_per_sample=run.tokens_per_sample)
     return record | {"noise_scale_reason": reason, "run": asdict(own)}
-
-
-def _noise_scales(record: dict[str, Any] | None) -> dict[str, Any]:
-    """The noise scales and the run in a record, as ``CriticalBatch`` takes them."""
-    if record is None:
-        return {}
-    return {
-        **noise_scales_from_record(record),
-        "noise_scale_reason": record["noise_scale_reason"],
-        "run": RunIdentity.from_record(record.get("run")),
-    }
 
 
 def measure_repeatedly(

@@ -144,6 +144,10 @@ class CriticalBatch:
     def value(self) -> float:
         return math.sqrt(self.lower * self.upper) if self.resolved else math.nan
 
+    def _scale(self, metric: str) -> Estimate | None:
+        scale: Estimate | None = vars(self)["noise_scale" if metric == "euclidean" else metric]
+        return scale
+
     @property
     def noisy(self) -> tuple[float, ...]:
         """Each k whose ``loss_std`` exceeds the tolerance, so that its verdict may be chance."""
@@ -187,7 +191,7 @@ class CriticalBatch:
             ValueError: where that noise scale was not measured.
         """
         check_choice("metric", metric, METRICS)
-        scale = self.noise_scale if metric == "euclidean" else getattr(self, metric)
+        scale = self._scale(metric)
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
@@ -216,7 +220,7 @@ class CriticalBatch:
             "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
-            **{name: _record(getattr(self, name), kind) for name, kind in SCALES.items()},
+            **_records(vars(self)),
             "noise_scale_reason": self.noise_scale_reason,
             "run": asdict(self.run),
         }
@@ -230,11 +234,9 @@ class CriticalBatch:
         """
         check_format("the record", record, KIND, FORMAT)
         return CriticalBatch(
-            **{name: record[name] for name in (*SETTINGS, "noise_scale_reason")},
             branches=tuple(map(Branch.from_record, record["branches"])),
-            **noise_scales_from_record(record),
             missing={each["k"]: each["reason"] for each in record["missing"]},
-            run=RunIdentity.from_record(record.get("run")),
+            **known_at_checkpoint(record),
         )
 
     @staticmethod
@@ -294,14 +296,11 @@ class CriticalBatch:
                 "(measure_repeatedly, --repeats)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
-        if self.noise_scale is not None:
-            lines.append(
-                f"{self.noise_scale}: the critical batch size is {_times_noise_scale(self.ratio())}"
-            )
-        for metric, words in OTHERS.items():
-            if (scale := getattr(self, metric)) is not None:
+        for metric in METRICS:
+            if (scale := self._scale(metric)) is not None:
+                words = f"{OTHERS[metric]}: " if metric in OTHERS else ""
                 times = _times_noise_scale(self.ratio(metric))
-                lines.append(f"{words}: {scale}: the critical batch size is {times}")
+                lines.append(f"{words}{scale}: the critical batch size is {times}")
         if self.noise_scale_reason:
             lines.append(f"the noise scale was not measured: {self.noise_scale_reason}")
         return "\n".join(lines)
@@ -369,28 +368,37 @@ def _times_noise_scale(ratio: Interval) -> str:
 
 def noise_scale_records(found: NoiseScale | None) -> dict[str, Any]:
     """A JSON object of the noise scale in each metric, or None where it was not measured."""
-    scales = {} if found is None else {"noise_scale": found, **found.others}
-    return {name: _record(scales.get(name), kind) for name, kind in SCALES.items()}
+    return _records({} if found is None else {"noise_scale": found, **found.others})
 
 
-def _record(scale: Estimate | None, kind: Scale) -> dict[str, Any] | None:
-    """A JSON object of a noise scale, or None where it was not measured."""
-    if scale is None or math.isnan(scale.noise_scale):
-        return None
-    numbers = {f.name: finite_or_none(getattr(scale, f.name)) for f in fields(kind)}
-    return numbers | {"resolved": scale.resolved}
+def _records(scales: Mapping[str, Any]) -> dict[str, Any]:
+    records: dict[str, Any] = dict.fromkeys(SCALES)
+    for name, kind in SCALES.items():
+        if (scale := scales.get(name)) is not None and not math.isnan(scale.noise_scale):
+            numbers = {f.name: finite_or_none(getattr(scale, f.name)) for f in fields(kind)}
+            records[name] = numbers | {"resolved": scale.resolved}
+    return records
 
 
 def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``CriticalBatch`` that such objects hold. Older records lack some of them."""
-    return {name: _noise_scale(record.get(name), kind) for name, kind in SCALES.items()}
+    """The fields of ``CriticalBatch`` that such objects hold, in which null stands for infinity.
+    Older records lack some of them.
+    """
+    scales: dict[str, Any] = dict.fromkeys(SCALES)
+    for name, kind in SCALES.items():
+        if found := record.get(name):
+            numbers = (found[f.name] for f in fields(kind))
+            scales[name] = kind(*(math.inf if x is None else x for x in numbers))
+    return scales
 
 
-def _noise_scale(record: Mapping[str, Any] | None, kind: Scale) -> Estimate | None:
-    """The noise scale of an object, in which null stands for infinity."""
-    if record is None:
-        return None
-    return kind(*(math.inf if record[f.name] is None else record[f.name] for f in fields(kind)))
+def known_at_checkpoint(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``CriticalBatch`` that are known before a branch is trained, from a record with
+    the settings and what was measured at the checkpoint, if anything was.
+    """
+    own = {name: record[name] for name in SETTINGS} | noise_scales_from_record(record)
+    own["noise_scale_reason"] = record.get("noise_scale_reason", "")
+    return own | {"run": RunIdentity.from_record(record.get("run"))}
 
 
 def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
