@@ -96,10 +96,8 @@ class BatchSizeSchedule:
                 )
             clean.append((at, whole_number("a batch size", batch_size)))
         object.__setattr__(self, "thresholds", tuple(clean))
-        object.__setattr__(self, "total_tokens", whole_number("total_tokens", self.total_tokens))
-        object.__setattr__(
-            self, "tokens_per_sample", whole_number("tokens_per_sample", self.tokens_per_sample)
-        )
+        for name in ("total_tokens", "tokens_per_sample"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
 
     @staticmethod
     def parse(text: str, *, total_tokens: float, tokens_per_sample: int) -> "BatchSizeSchedule":

@@ -338,9 +338,7 @@ def _branch(path: Path) -> Branch:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
 
 

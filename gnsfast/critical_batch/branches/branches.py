@@ -152,26 +152,20 @@ def measure_critical_batch(
     first(files.claim)
     with ExitStack() as stack:
         stack.enter_context(files.locked())
-        pool: Submits = Here()
-        if executor is not None:
-            pool = executor
-        elif not here:
+        pool: Submits = executor or Here()
+        if executor is None and not here:
             pool = stack.enter_context(LocalProcesses(max(workers, 1)))
 
         def submit(name: str, work: Callable[..., Any], *args: Any) -> Call:
             first(lambda: files.forget_failure(name))
-            if here:
-                return pool.submit(told, files, name, work, lambda: run, files, plan, *args)
-            process = launch, launcher, files, name
-            return pool.submit(told, files, name, *process, work, make_run, files, plan, *args)
+            how = (work, lambda: run) if here else (launch, launcher, files, name, work, make_run)
+            return pool.submit(told, files, name, *how, files, plan, *args)
 
         if run is None:
             [(_, failed)] = ended({CHECKPOINT: submit(CHECKPOINT, _prepare)})
             if failed:
-                noted = files.failure(CHECKPOINT)
-                raise BranchError(
-                    noted or f"the process that saves the checkpoint was lost: {failed}"
-                )
+                lost = f"the process that saves the checkpoint was lost: {failed}"
+                raise BranchError(files.failure(CHECKPOINT) or lost)
         else:
             _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))
