@@ -21,20 +21,19 @@ from gnsfast.tensors import is_dtensor, local_part
 
 def random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """The states of the global random number generators of Python, torch and, where it is
-    imported, NumPy, as numbers and tensors.
+    imported, NumPy, as plain values and tensors.
 
     Args:
         devices: of which the CUDA generators are included.
     """
-    version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, torch.tensor(internal), gauss],
+        "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices(devices)],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
+        state["numpy"] = (kind, keys.tolist(), *rest)
     return state
 
 
@@ -50,16 +49,14 @@ def set_random_state(state: Mapping[str, Any], devices: Iterable[torch.device] =
             f"the saved random state has {len(state['cuda'])} CUDA devices, but the model is on "
             f"{len(cuda)}: use as many devices as the run that saved it"
         )
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
+    random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     for device, of_device in zip(cuda, state["cuda"]):
         torch.cuda.set_rng_state(of_device, device)
     if "numpy" in state:
         import numpy
 
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+        numpy.random.set_state(state["numpy"])
 
 
 def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
