@@ -124,6 +124,32 @@ def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
     assert folder.finished(2.0) is None
 
 
+def dies(work: Callable[[], Any]) -> Future[Any]:
+    """Does the work in a process that dies before it says so."""
+    work()
+    future: Future[Any] = Future()
+    future.set_exception(OSError("no such node"))
+    return future
+
+
+def test_processes_that_die_after_their_work(tmp_path: Path) -> None:
+    """What they left in the folder counts."""
+
+    class Dying:
+        def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+            return dies(lambda: fn(*args))
+
+    class Dead:
+        def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+            return dies(lambda: None)
+
+    make_run = branch_runs.MeasuredRun
+    here = measure(make_run(), tmp_path / "here")
+    assert measure(None, tmp_path, executor=Dying(), make_run=make_run) == here
+    with pytest.raises(BranchError, match="saves the checkpoint was lost: OSError: no such node"):
+        measure(None, tmp_path / "other", executor=Dead(), make_run=make_run)
+
+
 class OwnFuture:
     """No future of ``concurrent.futures``, as submitit's is none."""
 

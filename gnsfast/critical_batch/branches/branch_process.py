@@ -10,12 +10,7 @@ from typing import Any, cast
 from gnsfast.arguments import check_choice, finite_or_none, integer
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder, line_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
-from gnsfast.critical_batch.branches.branch_rule import (
-    check_grid,
-    matching,
-    smoothed,
-    smoothed_std,
-)
+from gnsfast.critical_batch.branches.branch_rule import check_grid, matching, smoothed, smoothed_std
 from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, null_to_nan
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
