@@ -26,7 +26,7 @@ from gnsfast.critical_batch.branches import (
     branch_folder,
     measure_critical_batch,
 )
-from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, told
+from gnsfast.critical_batch.branches.branch_executors import LocalProcesses, noted, told
 from gnsfast.critical_batch.branches.branch_process import Plan, train_branch
 from gnsfast.errors import BranchError
 
@@ -41,12 +41,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalProcesses]:
-    """New processes that need not import torch again, for seconds each.
-
-    In a fork nothing is left of the executor's threads, for which its exit would wait.
-    """
-    monkeypatch.setattr(threading, "_threading_atexits", [])
+def forks() -> Iterator[LocalProcesses]:
+    """New processes that need not import torch again, for seconds each."""
     with LocalProcesses(2) as pool:
         pool._context = FORK
         yield pool
@@ -118,7 +114,7 @@ def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
     folder, plan = BranchFolder(tmp_path), Plan((2.0,), 960, 0.1, 0.5, "keep", "train", None, False)
     ScriptedRun().save(make(folder.checkpoint))
     work = (train_branch, branch_runs.out_of_memory, folder, plan, *plan.branches(8))
-    assert told(folder, "branch-2", *work) == "RuntimeError: no memory"
+    assert told(noted, folder, "branch-2", *work) == "RuntimeError: no memory"
     reason, *trace = (tmp_path / "branch-2.error").read_text().splitlines()
     assert reason == "RuntimeError: no memory" and "train" in "".join(trace)
     assert folder.finished(2.0) is None

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,8 @@ sys.exit(max(map(abs, codes)))
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalProcesses]:
-    """New processes that need not import torch again, for seconds each.
-
-    In a fork nothing is left of the executor's threads, for which its exit would wait.
-    """
-    monkeypatch.setattr(threading, "_threading_atexits", [])
+def forks() -> Iterator[LocalProcesses]:
+    """New processes that need not import torch again, for seconds each."""
     with LocalProcesses(2) as pool:
         pool._context = multiprocessing.get_context("fork")
         yield pool

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -88,16 +89,22 @@ class LocalProcesses(ThreadPoolExecutor):
         pickled(fn, args)
         return super().submit(self._call, fn, *args)
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> None:
+    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        receiver, sender = self._context.Pipe(duplex=False)
         # Not a daemon: a daemon may not start processes of a DataLoader.
-        work = self._ours, self._torch_threads, fn, *args
+        work = self._ours, sender, self._torch_threads, fn, *args
         process = self._context.Process(target=_work, args=work)
         process.start()
-        if self._ours in connection.wait([process.sentinel, self._ours]):
+        sender.close()
+        if self._ours in connection.wait([receiver, process.sentinel, self._ours]):
             process.terminate()  # it may not have come to reading the pipe
+        said: list[Any] = []
+        with suppress(EOFError):  # it died
+            said = [receiver.recv()] if receiver.poll() else []
         process.join()
-        if process.exitcode:
+        if not said:
             raise BranchError(f"its process ended with exit code {process.exitcode}")
+        return said[0]
 
     def __exit__(self, *exception: object) -> None:
         """End all calls, also those at work."""
@@ -105,14 +112,14 @@ class LocalProcesses(ThreadPoolExecutor):
         self.shutdown(cancel_futures=True)
 
 
-def _work(ours: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
+def _work(ours: Any, sender: Any, threads: int, fn: Callable[..., Any], *args: Any) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this one and its processes
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(ours,), daemon=True).start()
     torch.set_num_threads(threads)
-    sys.exit(fn(*args) is not None)
+    sender.send(fn(*args))
 
 
 def _end_after(ours: Any) -> None:
@@ -123,20 +130,26 @@ def _end_after(ours: Any) -> None:
     os._exit(1)
 
 
-def told(folder: BranchFolder, name: str, work: Callable[..., Any], *args: Any) -> str | None:
-    """Why ``work`` failed, as text, which every executor can pass on; None where it did not.
-
-    What the work found is in the folder, and so is the reason, which a process may not live to
-    pass on.
-    """
+def noted(folder: BranchFolder, name: str, work: Callable[..., Any], *args: Any) -> None:
+    """Call ``work``, and note in the folder why it failed: its process may not live to tell."""
     try:
         work(*args)
     except Exception as error:
         folder.fail(name, reason_of(error), traceback.format_exc())
+        raise
+
+
+def told(work: Callable[..., Any], *args: Any) -> str | None:
+    """Why ``work`` failed, as text, which every executor can pass on; None where it did not. What
+    it found is in the folder.
+    """
+    try:
+        failed: str | None = work(*args)
+    except Exception as error:
         if process_count() > 1:  # the others wait for this process: it has to end
             raise
-        return reason_of(error)
-    return None
+        failed = reason_of(error)
+    return failed
 
 
 def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, str | None], None, None]:
@@ -147,13 +160,7 @@ def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, str | None], None, Non
             done = [key for key, call in calls.items() if call.done()]
             pause = POLL[0] if done else min(1.5 * pause, POLL[1])
             for key in done:
-                try:
-                    failed = calls.pop(key).result()
-                except Exception as error:  # it was lost, as with its machine
-                    if process_count() > 1:
-                        raise
-                    failed = reason_of(error)
-                yield key, failed
+                yield key, told(calls.pop(key).result)  # an error: it was lost, as its machine
             if calls and not done:
                 time.sleep(pause)
     finally:
@@ -187,8 +194,7 @@ def launch(
         BranchError: where the command fails.
     """
     if command is None and threading.current_thread() is threading.main_thread():
-        work(*args)
-        return
+        return noted(folder, name, work, *args)
     alone = {name: value for name, value in os.environ.items() if name not in SHARED}
     words = shlex.split(command or "")
     if not any(MODULE_STARTERS.fullmatch(Path(word).name) for word in words):

@@ -19,6 +19,7 @@ from gnsfast.critical_batch.branches.branch_executors import (
     Submits,
     ended,
     launch,
+    noted,
     told,
 )
 from gnsfast.critical_batch.branches.branch_folder import CHECKPOINT, BranchFolder, branch_name
@@ -154,16 +155,16 @@ def measure_critical_batch(
 
         def submit(name: str, work: Callable[..., Any], *args: Any) -> Call:
             first(lambda: files.forget_failure(name))
-            how = (work, lambda: run) if here else (launch, launcher, files, name, work, make_run)
-            return pool.submit(told, files, name, *how, files, plan, *args)
+            how, make = ((noted,), lambda: run) if here else ((launch, launcher), make_run)
+            return pool.submit(told, *how, files, name, work, make, files, plan, *args)
 
         if run is None:
             [(_, failed)] = ended({CHECKPOINT: submit(CHECKPOINT, _prepare)})
-            noted = files.failure(CHECKPOINT)
+            why = files.failure(CHECKPOINT)
             whole = files.checkpoint.is_dir() and (files.noise_scale() or not noise_scale)
-            if failed and (noted or not whole):  # a process may die once its work is done
+            if failed and (why or not whole):  # a process may die once its work is done
                 lost = f"the process that saves the checkpoint was lost: {failed}"
-                raise BranchError(noted or lost)
+                raise BranchError(why or lost)
         else:
             _prepare(lambda: run, files, plan)
             stack.enter_context(restored(run, files))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gnsfast.critical_batch.branches.branch_executors import told
+from gnsfast.critical_batch.branches.branch_executors import noted
 from gnsfast.errors import BranchError
 from gnsfast.parallel import process_count
 
@@ -40,10 +40,9 @@ def main() -> None:
             )
         return run
 
-    failed = told(folder, name, work, make, *args)
+    noted(folder, name, work, make, *args)
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.exit(failed)
 
 
 if __name__ == "__main__":
