@@ -2,6 +2,7 @@
 """The module that each process of ``launch`` runs. Its only argument is the work."""
 
 import base64
+import gc
 import os
 import pickle
 import sys
@@ -41,6 +42,7 @@ def main() -> None:
         return run
 
     noted(folder, name, work, make, *args)
+    gc.collect()  # a model in a cycle holds process groups, whose threads may abort the exit
     if dist.is_initialized():
         dist.destroy_process_group()
 
