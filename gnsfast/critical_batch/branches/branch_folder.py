@@ -69,12 +69,10 @@ class BranchFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"the folder of a measurement cannot be {self.path}, which is a file")
         self.path.mkdir(parents=True, exist_ok=True)
-        there = {each.name for each in self.path.iterdir()}
-        if SETTINGS not in there and there - {LOGS}:
+        if not (self.path / SETTINGS).is_file() and not all(map(_is_own, self.path.iterdir())):
             raise ValueError(
                 f"{self.path} holds other files and no branch measurement: name a new folder"
             )
-        (self.path / SETTINGS).touch()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -214,11 +212,9 @@ class BranchFolder:
         Where several processes fail together, the first one says why, and the others fail for the
         lost connection.
         """
-        with (
-            suppress(FileExistsError),
-            (self.path / f"{name}{ERROR}").open("x", encoding="utf-8") as f,
-        ):
-            f.write(f"{reason}\n{trace}")
+        path = self.path / f"{name}{ERROR}"
+        with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            file.write(f"{reason}\n{trace}")
 
     def failure(self, name: str) -> str:
         """The noted reason; empty without one."""
@@ -340,6 +336,11 @@ def _branch(path: Path) -> Branch:
 def _read_object(path: Path) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
+
+
+def _is_own(path: Path) -> bool:
+    """Whether the file is one that a measurement leaves when it is killed early."""
+    return path.name in (LOCK, LOGS) or path.name.endswith((PARTIAL, ERROR))
 
 
 def _unique() -> str:
