@@ -3,18 +3,20 @@
 on text of which one window in 200 is broken, and what it costs to keep the largest.
 """
 
-import time
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import gnsfast
+from benchmarks.measure import interleave
 from benchmarks.record import Rows, Tables
+from benchmarks.studies.training import narrow_run, update
 from gnsfast.cli import tiny_gpt
 
 SEEDS = (21, 22)
-STEPS, WARM_UP, BATCH, LR = 1000, 100, 16, 1e-3
+STEPS, WARM_UP, BATCH = 1000, 100, 16
 ONE_IN = 200
 KINDS = {
     "one byte, repeated": lambda window: window[:1].expand(len(window)),
@@ -36,20 +38,9 @@ def broken(text: Tensor, generator: torch.Generator) -> tuple[Tensor, list[str]]
 
 def found(seed: int) -> Rows:
     """How many broken samples are among the hundredth with the largest shares, by kind."""
-    torch.manual_seed(seed)
     text, generator = tiny_gpt.read_text(), torch.Generator().manual_seed(seed)
-    model = tiny_gpt.TinyGPT(width=32, layers=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    gns = gnsfast.GradientNoiseScale(model, keep_largest=BATCH, window=STEPS)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARM_UP)
-        windows, what = broken(text, generator)
-        with gns.microbatch(BATCH, ids=what):
-            tiny_gpt.loss_of(model, windows).backward()
-        gns.update()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    draw = lambda: broken(text, generator)
+    *_, (_, gns) = narrow_run(seed, STEPS, WARM_UP, draw, keep_largest=BATCH, window=STEPS)
     later = [sample for sample in gns.largest() if sample.update >= WARM_UP]
     among, all_ = Counter(s.id for s in later[: len(later) // 100]), Counter(s.id for s in later)
     rows = [{"samples": kind, "all": all_[kind], "largest 1 %": among[kind]} for kind in KINDS]
@@ -63,20 +54,12 @@ def _whole(all_: Counter[str], among: Counter[str]) -> dict[str, object]:
 def cost() -> Rows:
     """The time of an update that keeps the largest, over one that does not."""
     text, generator = tiny_gpt.read_text(), torch.Generator().manual_seed(1)
-    times: dict[int, list[float]] = {0: [], BATCH: []}
-    model = tiny_gpt.TinyGPT()
-    estimators = {kept: gnsfast.GradientNoiseScale(model, keep_largest=kept) for kept in times}
-    windows = tiny_gpt.draw(text, BATCH, generator)
-    for _ in range(60):
-        for kept, gns in estimators.items():
-            begun = time.perf_counter()
-            with gns.microbatch(BATCH):
-                tiny_gpt.loss_of(model, windows).backward()
-            gns.update()
-            times[kept].append(time.perf_counter() - begun)
-            model.zero_grad()
-    without, kept = (sorted(own[10:]) for own in times.values())
-    return [{"kept of each update": BATCH, "over none": kept[5] / without[5]}]
+    windows, model = tiny_gpt.draw(text, BATCH, generator), tiny_gpt.TinyGPT()
+    ways = {
+        name: partial(update, gnsfast.GradientNoiseScale(model, keep_largest=kept), windows)
+        for name, kept in (("none", 0), ("kept", BATCH))
+    }
+    return [{"kept of each update": BATCH, "over none": interleave(ways, 60)["kept"]}]
 
 
 def tables() -> Tables:

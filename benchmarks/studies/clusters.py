@@ -4,33 +4,23 @@ weight gradient of a linear layer, whose operator is called once for each cluste
 all clusters, each as one sample, would compute the product twice.
 """
 
-import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 
 import gnsfast
+from benchmarks.measure import Timing, interleave
 from benchmarks.record import Rows, Tables
+from benchmarks.studies.training import update
 from gnsfast import ops
 from gnsfast.cli import tiny_gpt
 from gnsfast.functional import Groups
 from gnsfast.signatures import LinearWgrad
 
-BATCH, ROUNDS, FIRST = 64, 24, 4
+BATCH, ROUNDS = 64, 24
 SIZES = (2, 8, 32)
 WIDTH, TOKENS = 768, (16, 64, 256)
-
-
-def fastest(calls: dict[Any, Callable[[], object]], rounds: int = ROUNDS) -> dict[Any, float]:
-    """The lower quartile of the seconds of each, called in turn."""
-    times: dict[Any, list[float]] = {key: [] for key in calls}
-    for _ in range(rounds):
-        for key, call in calls.items():
-            begun = time.perf_counter()
-            call()
-            times[key].append(time.perf_counter() - begun)
-    return {key: sorted(own[FIRST:])[(rounds - FIRST) // 4] for key, own in times.items()}
 
 
 def updates() -> Rows:
@@ -38,27 +28,15 @@ def updates() -> Rows:
     text, model = tiny_gpt.read_text(), tiny_gpt.TinyGPT()
     windows = tiny_gpt.draw(text, BATCH, torch.Generator().manual_seed(1))
 
-    def update(size: int) -> Callable[[], None]:
-        gns, asked = gnsfast.GradientNoiseScale(model), {"clusters": size} if size > 1 else {}
-
-        def run() -> None:
-            with gns.microbatch(BATCH, **asked):
-                tiny_gpt.loss_of(model, windows).backward()
-            gns.update()
-            model.zero_grad()
-
-        return run
-
     def plain() -> None:
         tiny_gpt.loss_of(model, windows).backward()
         model.zero_grad()
 
-    found = fastest({0: plain, **{size: update(size) for size in (1, *SIZES)}}, 4 * ROUNDS)
-    rows: Rows = [{"measured": "nothing", "over samples": found[0] / found[1]}]
-    for size in SIZES:
-        over = found[size] / found[1]
-        rows.append({"measured": f"samples, clusters of {size}", "over samples": over})
-    return rows
+    of = lambda **asked: partial(update, gnsfast.GradientNoiseScale(model), windows, **asked)
+    ways = {"samples": of(), "nothing": plain}
+    ways |= {f"samples, clusters of {size}": of(clusters=size) for size in SIZES}
+    _, *others = interleave(ways, 4 * ROUNDS).items()
+    return [{"measured": name, "over samples": timing} for name, timing in others]
 
 
 def products() -> Rows:
@@ -70,7 +48,7 @@ def products() -> Rows:
     ]
 
 
-def product(T: int, size: int) -> dict[str, float]:
+def product(T: int, size: int) -> dict[str, Timing]:
     """Of samples of T tokens, in clusters of ``size``."""
     x, dy = torch.randn(BATCH, T, WIDTH), torch.randn(BATCH, T, WIDTH)
     groups = Groups.of(*torch.arange(BATCH).split(size))
@@ -78,15 +56,13 @@ def product(T: int, size: int) -> dict[str, float]:
     clusters = samples._replace(
         x_BTI=x.view(-1, size * T, WIDTH), dy_BTO=dy.view(-1, size * T, WIDTH)
     )
-    found = fastest(
-        {
-            "samples": lambda: ops.linear_wgrad(samples),
-            "call for each cluster": lambda: ops.by_group(samples, groups, [True, False]),
-            "second product": lambda: [ops.linear_wgrad(each) for each in (samples, clusters)],
-        }
-    )
-    alone = found.pop("samples")
-    return {name: seconds / alone for name, seconds in found.items()}
+    ways: dict[str, Callable[[], object]] = {
+        "samples": lambda: ops.linear_wgrad(samples),
+        "call for each cluster": lambda: ops.by_group(samples, groups, [True, False]),
+        "second product": lambda: [ops.linear_wgrad(each) for each in (samples, clusters)],
+    }
+    _, *others = interleave(ways, ROUNDS).items()
+    return dict(others)
 
 
 def tables() -> Tables:

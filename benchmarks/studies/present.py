@@ -10,12 +10,12 @@ import torch
 
 import gnsfast
 from benchmarks.record import Rows, Tables
-from benchmarks.studies.training import span
+from benchmarks.studies.training import narrow_run, span
 from gnsfast.cli import tiny_gpt
 from gnsfast.noise_scale import Estimate
 
 SEEDS = (11, 12, 13, 14)
-STEPS, WARM_UP, BATCH, LR = 424, 50, 16, 1e-3
+STEPS, WARM_UP, BATCH = 424, 50, 16
 FIRST, EVERY = 64, 24
 """The first look, when the window is full, and the steps between two."""
 SAMPLES = 768
@@ -24,22 +24,14 @@ SAMPLES = 768
 
 def looks(seed: int) -> Rows:
     """What the window says at some steps, and brute force at the weights of its last update."""
-    torch.manual_seed(seed)
-    text = tiny_gpt.read_text()
-    model = tiny_gpt.TinyGPT(width=32, layers=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    gns = gnsfast.GradientNoiseScale(model)
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for step in range(1, STEPS + 1):
-        optimizer.param_groups[0]["lr"] = LR * min(1.0, step / WARM_UP)
-        with gns.microbatch(BATCH):
-            tiny_gpt.loss_of(model, tiny_gpt.draw(text, BATCH, generator)).backward()
-        gns.update()
+    text, generator = tiny_gpt.read_text(), torch.Generator().manual_seed(seed)
+    draw = lambda: (tiny_gpt.draw(text, BATCH, generator), None)
+    found: Rows = []
+    for step, gns in narrow_run(seed, STEPS, WARM_UP, draw):
         if step >= FIRST and (step - FIRST) % EVERY == 0:
             said = gns.compute()
             samples = tiny_gpt.draw(text, SAMPLES, generator).split(1)
-            truth = gnsfast.brute_force_noise_scale(model, tiny_gpt.loss_of, samples)
+            truth = gnsfast.brute_force_noise_scale(gns.model, tiny_gpt.loss_of, samples)
             found.append(
                 {"seed": seed, "step": step, "brute force": span(*truth.interval)}
                 | _compared("mean", said, truth.noise_scale)
@@ -47,9 +39,6 @@ def looks(seed: int) -> Rows:
                 | {"drift": said.drift}
             )
             print(found[-1], flush=True)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
     return found
 
 

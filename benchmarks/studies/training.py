@@ -5,16 +5,20 @@ no run trains on, runs by a controller or not.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import gnsfast
 from gnsfast.cli import tiny_gpt
 from gnsfast.critical_batch.branches import TorchRun
 from gnsfast.critical_batch.control import BatchSizeController, SampleStream
+
+LR = 1e-3
+"""Of ``narrow_run``."""
 
 Done = Callable[[int, float, Any], object]
 """Takes the steps of a run after each one, the loss of that, and a decision of its controller."""
@@ -72,6 +76,36 @@ def train(
             grown.append(f"{decision.new} at {decision.tokens / tokens:.0%}")
         done(steps, loss, decision)
     return {"steps": steps, "grown": ", ".join(grown) or "-"}
+
+
+def narrow_run(
+    seed: int, steps: int, warm_up: int, draw: Callable[[], tuple[Tensor, Any]], **options: Any
+) -> Iterator[tuple[int, gnsfast.GradientNoiseScale]]:
+    """Trains a GPT of one layer, of width 32. ``draw`` gives a batch and its ``ids``; each step is
+    yielded with the noise scale, measured but not taken yet.
+    """
+    torch.manual_seed(seed)
+    model = tiny_gpt.TinyGPT(width=32, layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    gns = gnsfast.GradientNoiseScale(model, **options)
+    for step in range(1, steps + 1):
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, step / warm_up)
+        windows, ids = draw()
+        with gns.microbatch(len(windows), ids=ids):
+            tiny_gpt.loss_of(model, windows).backward()
+        gns.update()
+        yield step, gns
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def update(gns: gnsfast.GradientNoiseScale, windows: Tensor, **options: Any) -> None:
+    """Forward and backward pass, and the noise scale's part; the weights stay."""
+    with gns.microbatch(len(windows), **options):
+        tiny_gpt.loss_of(gns.model, windows).backward()
+    gns.update()
+    gns.model.zero_grad()
 
 
 def cached(path: Path, make: Callable[[], Any]) -> Any:
