@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.contestants import ALL, GNSFAST, PLAIN, Contestant, Session
 from benchmarks.contestants.cases import Problem
-from benchmarks.contestants.sessions import sample_of
+from benchmarks.contestants.sessions import SingleSamples
 from benchmarks.record import raised
 
 TOLERANCE = 1e-3
@@ -55,30 +55,17 @@ class Verdict:
 
 def single_samples(problem: Problem, some: Iterable[int] | None = None) -> Truth:
     """The truth of all samples, or of ``some``."""
-    model = copy.deepcopy(problem.model).double()
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    sqnorms: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    batch = tuple(t.double() if t.is_floating_point() else t for t in problem.batch)
-    moving = {i: t for i, t in enumerate(problem.batch) if t.requires_grad}
-    inputs: dict[int, list[Tensor]] = {i: [] for i in moving}
-    for b in range(problem.B) if some is None else some:
-        sample = sample_of(batch, b)
-        for i in moving:
-            sample[i].requires_grad_()
-        wanted = [*parameters.values(), *(sample[i] for i in moving)]
-        own = torch.autograd.grad(problem.loss_of(model, sample), wanted)
-        grads: dict[Any, Tensor] = dict(zip([*parameters, *moving], own))
-        for name, norms in sqnorms.items():
-            norms.append(grads[name].div_(problem.B).square().sum())
-            total[name] += grads[name]
-        for i, found in inputs.items():
-            found.append(grads[i].div_(problem.B))
-    return Truth(
-        {name: torch.stack(norms) for name, norms in sqnorms.items()},
-        total,
-        {i: torch.cat(found) for i, found in inputs.items()},
+    model, index = copy.deepcopy(problem.model).double(), [*(some or range(problem.B))]
+    model.zero_grad()
+    batch = tuple(
+        (t.double() if t.is_floating_point() else t)[index].detach().requires_grad_(t.requires_grad)
+        for t in problem.batch
     )
+    session = SingleSamples(model, problem.loss_of, batch, problem.B)
+    session.run()
+    grads = {name: p.grad for name, p in session.parameters.items()}
+    inputs = {i: t.grad for i, t in enumerate(batch) if t.requires_grad}
+    return Truth(session.sqnorms(), grads, inputs)
 
 
 def judged(

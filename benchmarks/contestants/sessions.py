@@ -58,13 +58,15 @@ class Gnsfast(Session):
 
 
 class SingleSamples(Session):
-    """The obvious way: a forward and backward pass for each sample alone."""
+    """The obvious way: a forward and backward pass for each sample alone. Of a batch with fewer
+    than ``B`` samples the shares are those of a batch of ``B``; in float64 it is the gate's truth.
+    """
 
     def run(self) -> None:
         sqnorms: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
         moving = [t for t in self.batch if t.requires_grad]
         grads_in: list[list[Tensor]] = [[] for _ in moving]
-        for b in range(self.B):
+        for b in range(len(self.batch[0])):
             sample = sample_of(self.batch, b)
             wanted = [*self.parameters.values(), *(t for t in sample if t.requires_grad)]
             grads = torch.autograd.grad(self.loss_of(self.model, sample), wanted)
@@ -121,11 +123,11 @@ def row_sqnorms(g_BP: Tensor) -> Tensor:
     """[B] squared norms of [B, ...], added up over pieces of a row.
 
     Over a whole row of 58M elements a CPU's ``vector_norm`` is off by 9e-3, over pieces of 16k by
-    1e-7, and as fast.
+    1e-7, and as fast. At least in float32.
     """
-    g_BP = g_BP.flatten(1)
+    g_BP, dtype = g_BP.flatten(1), torch.promote_types(g_BP.dtype, torch.float32)
     n = g_BP.shape[1] // PIECE
     pieces_BNP, rest_BP = g_BP[:, : n * PIECE].unflatten(1, (n, PIECE)), g_BP[:, n * PIECE :]
-    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=dtype)
     sqnorm_B: Tensor = norm(pieces_BNP).square().sum(1) + norm(rest_BP).square()
     return sqnorm_B
