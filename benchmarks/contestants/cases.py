@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd import Function
 
 import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
-from benchmarks.networks import GPT, gpt_batch, gpt_loss
+from benchmarks.networks import GPT, Perceptron, gpt_batch, gpt_loss
 from gnsfast import reference
 from gnsfast.cli.tiny_gpt import Block
 from gnsfast.ops import backends, cpu, operators
@@ -117,60 +118,58 @@ def given_loss(model: Any, batch: tuple[Tensor, ...], B: int) -> Tensor:
     return loss
 
 
-def layer_problem(
-    layer: str, module: nn.Module, x: Tensor, out: tuple[int, ...], device: str = "cpu"
-) -> Problem:
-    """Forward and backward of one module, input gradient included."""
-    B, x = len(x), x.to(device)
-    dy = torch.randn(*x.shape[:2], *out, device=device)
+def layer_problem(layer: str, module: nn.Module, x: Tensor, out: int) -> Problem:
+    """Forward and backward of one module, input gradient included, where x is and in its dtype."""
+    B, real = len(x), x.is_floating_point()
+    of: dict[str, Any] = {"device": x.device, "dtype": x.dtype if real else torch.float32}
+    dy = torch.randn(*x.shape[:2], out, **of)
     loss_of = lambda model, batch: given_loss(model, batch, B)
-    x.requires_grad_(x.is_floating_point())
-    return Problem(layer, x.shape[1], module.to(device), loss_of, (x, dy))
+    return Problem(layer, x.shape[1], module.to(**of), loss_of, (x.requires_grad_(real), dy))
 
 
-def linear(case: LayerCase, most: int | None = None) -> Problem:
-    """At most ``most`` samples of a case."""
+def linear(case: LayerCase, most: int | None = None, *, bias: bool = True, **of: Any) -> Problem:
+    """At most ``most`` samples of a case; ``of``: device and dtype."""
     torch.manual_seed(0)
-    x = torch.randn(min(case.B, most or case.B), case.T, case.I)
-    return layer_problem(case.layer, nn.Linear(case.I, case.O), x, (case.O,))
+    x = torch.randn(min(case.B, most or case.B), case.T, case.I, **of)
+    return layer_problem(case.layer, nn.Linear(case.I, case.O, bias), x, case.O)
 
 
-def layer_norm(most: int | None = None) -> Problem:
+def _problem(
+    layer: str, make: Callable[[], nn.Module], shape: tuple[int, ...], out: int, most: int | None
+) -> Problem:
+    """At most ``most`` samples of ``shape``; of ids if it has no width."""
     torch.manual_seed(0)
-    x = torch.randn(min(16, most or 16), 256, 768)
-    return layer_problem("GPT-2 norm 768", nn.LayerNorm(768), x, (768,))
+    of_some = min(shape[0], most or shape[0]), *shape[1:]
+    ids = len(shape) == 2
+    x = torch.randint(0, GPT.vocabulary, of_some) if ids else torch.randn(of_some)
+    return layer_problem(layer, make(), x, out)
 
 
-def embedding(most: int | None = None) -> Problem:
+NORM = "GPT-2 norm 768", partial(nn.LayerNorm, 768), (16, 256, 768), 768
+WORDS = "small GPT words 4096x384", partial(nn.Embedding, 4096, 384), (8, 256), 384
+TINY = "tiny 32-64-8", Perceptron, (16, 1, 32), 8
+"""The README's first model: nothing but what a call costs."""
+BLOCK = "GPT-2 block 768", partial(Block, 768, 12), (8, 256, 768), 768
+"""Attention with its projections, norms and the layers after it."""
+layer_norm, embedding, tiny, attention_block = (
+    partial(_problem, *each) for each in (NORM, WORDS, TINY, BLOCK)
+)
+
+
+def small_gpt(kind: type[GPT] = GPT, device: str = "cpu", autocast: bool = False) -> Problem:
     torch.manual_seed(0)
-    ids = torch.randint(0, GPT.vocabulary, (min(8, most or 8), 256))
-    return layer_problem("small GPT words 4096x384", nn.Embedding(4096, 384), ids, (384,))
+    batch, loss_of = gpt_batch(kind, device), partial(cast_loss, gpt_loss, device, autocast)
+    return Problem("small GPT", kind.T, kind().to(device), loss_of, batch)
 
 
-def tiny(most: int | None = None) -> Problem:
-    """The README's first model: nothing but what a call costs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    x = torch.randn(min(16, most or 16), 1, 32)
-    return layer_problem("tiny 32-64-8", model, x, (8,))
+def cast_loss(
+    loss_of: Loss, device: str, autocast: bool, model: nn.Module, batch: tuple[Tensor, ...]
+) -> Tensor:
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        return loss_of(model, batch)
 
 
-def attention_block(most: int | None = None) -> Problem:
-    """A whole block of GPT-2: attention with its projections, norms and the layers after it."""
-    torch.manual_seed(0)
-    x = torch.randn(min(8, most or 8), 256, 768)
-    return layer_problem("GPT-2 block 768", Block(768, 12), x, (768,))
-
-
-def small_gpt(model: type[GPT] = GPT) -> Problem:
-    torch.manual_seed(0)
-    batch = gpt_batch(model)
-    return Problem("small GPT", model.T, model(), gpt_loss, batch)
-
-
-def autocast_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return gpt_loss(model, batch)
+autocast_loss = partial(cast_loss, gpt_loss, "cpu", True)
 
 
 def compiled_step(contestant: Contestant) -> Callable[[], None]:
@@ -231,18 +230,20 @@ def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
     return step, lambda: spent
 
 
-def operands(case: LayerCase) -> tuple[Tensor, Tensor]:
+def operands(case: LayerCase, **of: Any) -> tuple[Tensor, Tensor]:
+    """``of``: device and dtype."""
     torch.manual_seed(0)
-    return torch.randn(case.B, case.T, case.I), torch.randn(case.B, case.T, case.O)
+    return torch.randn(case.B, case.T, case.I, **of), torch.randn(case.B, case.T, case.O, **of)
+
+
+def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
+    return dy.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
     """dW alone, dW with norms by gnsfast's operator, and by each way to write it by hand."""
     x_BTI, dy_BTO = operands(case)
-    f32 = torch.float32
-
-    def plain() -> Tensor:
-        return dy_BTO.flatten(0, 1).T @ x_BTI.flatten(0, 1)
+    f32, plain = torch.float32, partial(plain_wgrad, x_BTI, dy_BTO)
 
     def gram() -> tuple[Tensor, Tensor]:
         norms = (dy_BTO @ dy_BTO.mT).mul_(x_BTI @ x_BTI.mT).sum((1, 2))

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.contestants.cases import LayerCase
+from benchmarks.contestants import cases
+from benchmarks.contestants.cases import LayerCase, plain_wgrad
 from benchmarks.model.tables import predicted
 from benchmarks.record import Rows
 from gnsfast.ops import extension
 
 Ways = dict[str, Callable[[], object]]
+
+operands = partial(cases.operands, dtype=torch.bfloat16)
 
 SIZE = 4096
 """Of the square layer whose kernel is taken apart: 352 tiles of 256 x 192, 66 at a time."""
@@ -44,7 +47,7 @@ of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
 def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
     """Ratios to plain dW, bf16 in and out."""
     own = extension.kernel_for(torch.cuda.get_device_capability())
-    x, dy = operands(case, device)
+    x, dy = operands(case, device=device)
     dw = x.new_empty((case.O, case.I))
     ways: Ways = {"plain": partial(plain_wgrad, x, dy), "triton": partial(_triton, x, dy, dw)}
     for kernel in sorted({own, "sm80"}):
@@ -63,7 +66,7 @@ def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
 def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
     """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
     case = LayerCase("square", size, size, T, max(COUNTED))
-    x, dy = operands(case, device)
+    x, dy = operands(case, device=device)
     dw = x.new_empty((size, size))
     several = case.B > 1
     names = [name for name in VARIANTS if several != name.endswith("one sample")]
@@ -81,18 +84,6 @@ def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
         }
         for name, timing in timings.items()
     ]
-
-
-def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    shape = (case.B, case.T)
-    bf16 = torch.bfloat16
-    x = torch.randn(*shape, case.I, device=device, dtype=bf16)
-    return x, torch.randn(*shape, case.O, device=device, dtype=bf16)
-
-
-def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def _triton(x: Tensor, dy: Tensor, dw: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.contestants.cases import LayerCase
-from benchmarks.gpu.cuda_kernels import operands, plain_wgrad
+from benchmarks.contestants.cases import LayerCase, plain_wgrad
+from benchmarks.gpu.cuda_kernels import operands
 from benchmarks.model.tables import predicted
 from benchmarks.record import Growing, Rows, Tables
 from gnsfast.ops import operators
@@ -69,7 +69,7 @@ def ops(
 
 
 def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
-    x, dy = operands(case, device)
+    x, dy = operands(case, device=device)
     plain = partial(plain_wgrad, x, dy)
     ours = lambda: operators.linear_wgrad(LinearWgrad(x, dy, True, False, False, x.dtype))
     timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
@@ -148,7 +148,7 @@ def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
     from gnsfast.signatures import empty_rows
     from gnsfast.triton_kernels import outer
 
-    x, dy = operands(case, device)
+    x, dy = operands(case, device=device)
 
     def by(route: str) -> None:
         dw = x.new_empty((dy.shape[2], x.shape[2]))
@@ -163,7 +163,7 @@ def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
 def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
     from gnsfast.triton_kernels.configs import candidates
 
-    x, dy = operands(replace(case, T=1024), device)
+    x, dy = operands(replace(case, T=1024), device=device)
     dw = x.new_empty((case.O, case.I))
     configs = candidates(x.dtype, aligned=True)
     rows: Rows = []

@@ -3,7 +3,6 @@
 step of GPT-2, and single linear layers in bfloat16 as T and B grow.
 """
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import contestants
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
 from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
-from benchmarks.contestants.sessions import Gnsfast, Loss
+from benchmarks.contestants.sessions import Gnsfast
 from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.backends import OURS, forced, kernel_of, present
 from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
@@ -26,7 +25,7 @@ from benchmarks.gpu.step import release, side_by_side, warm_up
 from benchmarks.measure import Clock
 from benchmarks.model import tables
 from benchmarks.model.gpu import of_device
-from benchmarks.networks import GPT, GPT2, LlamaBlock, gpt_batch, gpt_loss
+from benchmarks.networks import GPT, GPT2, LlamaBlock
 from benchmarks.record import Growing, Rows, Tables, first_line, raised
 
 LAYERS = (
@@ -149,23 +148,14 @@ def step(
 
 
 def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
-    batch = tuple(t.to(device) for t in gpt_batch(kind))
-    loss_of = partial(cast_loss, gpt_loss, device, autocast)
-    return Problem(kind.__name__, kind.T, kind().to(device), loss_of, batch)
+    return replace(cases.small_gpt(kind, device, autocast), layer=kind.__name__)
 
 
 def llama_problem(device: str, autocast: bool = False, B: int = 4, T: int = 64) -> Problem:
     """A block, with the loss of the one that is timed."""
     batch = tuple(torch.randn(B, T, 64, device=device) for _ in range(2))
-    loss_of = partial(cast_loss, gpu_step.llama_loss, device, autocast)
+    loss_of = partial(cases.cast_loss, gpu_step.llama_loss, device, autocast)
     return Problem("SmallLlama", T, LlamaBlock(64, 2, 128).to(device), loss_of, batch)
-
-
-def cast_loss(
-    loss_of: Loss, device: str, autocast: bool, model: nn.Module, batch: tuple[Tensor, ...]
-) -> Tensor:
-    with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        return loss_of(model, batch)
 
 
 SMALL: dict[str, Callable[..., Problem]] = {
@@ -243,12 +233,12 @@ def curve(device: str, rounds: int, case: LayerCase) -> Rows:
     few = replace(case, tokens=case.T * min(case.B, 2))
     while few.B < case.B and route(few, device) != route(case, device):
         few = replace(case, tokens=2 * few.tokens)
-    checked = linear(few, device, torch.bfloat16)
-    found = gate.judged(checked, entered(device), HALF, gate.TOLERANCE).values()
+    problem_of = partial(cases.linear, bias=False, device=device, dtype=torch.bfloat16)
+    found = gate.judged(problem_of(few), entered(device), HALF, gate.TOLERANCE).values()
     right = [
         v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
     ]
-    rows = timed(linear(case, device, torch.bfloat16), right, rounds, device, clock(device))
+    rows = timed(problem_of(case), right, rounds, device, clock(device))
     for row in rows:
         if row["contestant"] in (OURS["triton"], OURS["cuda"]) and row.get("ratio"):
             row["predicted"] = predicted(case, row["contestant"], device)
@@ -261,14 +251,3 @@ def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
     name = device_name(device)
     ratio = tables.predicted(case, name, kernel_of(contestant, of_device(name)))
     return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)
-
-
-def linear(case: LayerCase, device: str, dtype: torch.dtype) -> Problem:
-    torch.manual_seed(0)
-    x = torch.randn(case.B, case.T, case.I, device=device, dtype=dtype)
-    problem = cases.layer_problem(
-        case.layer, nn.Linear(case.I, case.O, bias=False), x, (case.O,), device
-    )
-    module = copy.deepcopy(problem.model).to(dtype)
-    batch = (x.requires_grad_(), problem.batch[1].to(dtype))
-    return replace(problem, model=module, batch=batch)

@@ -20,6 +20,7 @@ pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import apart, contestants, gpu_machine, measure  # noqa: E402
+from benchmarks.contestants import cases  # noqa: E402
 from benchmarks.contestants.cases import LayerCase  # noqa: E402
 from benchmarks.gpu import attention, cuda_kernels, rehearsal, small_shapes  # noqa: E402
 from benchmarks.gpu import operators as gpu_ops
@@ -113,7 +114,7 @@ def test_out_of_memory(few: None) -> None:
     hungry = replace(contestants.PLAIN, name="hungry", session=Hungry)
     crowded = replace(contestants.PLAIN, name="crowded", session=Crowded)
     broken = replace(contestants.PLAIN, name="broken", session=Broken)
-    problem = gpu_peers.linear(LayerCase("tiny", 8, 8, 2, 32), "cpu", torch.bfloat16)
+    problem = cases.linear(LayerCase("tiny", 8, 8, 2, 32), bias=False, dtype=torch.bfloat16)
     run = partial(gpu_peers.timed, problem, [contestants.PLAIN, hungry, crowded, broken], 3, "cpu")
     run = partial(run, measure.wall_seconds)
     rows = run()

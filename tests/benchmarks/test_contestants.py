@@ -45,8 +45,8 @@ def problems() -> list[cases.Problem]:
     shapes = [(24, 40, 5, 20), (6, 4, 5, 20), (24, 40, 1, 3)]
     linears = [cases.linear(LayerCase("tiny", I, O, T, tokens)) for I, O, T, tokens in shapes]
     torch.manual_seed(1)
-    norm = cases.layer_problem("norm", nn.LayerNorm(8), torch.randn(3, 5, 8), (8,))
-    words = cases.layer_problem("words", nn.Embedding(9, 4), torch.randint(0, 9, (3, 8)), (4,))
+    norm = cases.layer_problem("norm", nn.LayerNorm(8), torch.randn(3, 5, 8), 8)
+    words = cases.layer_problem("words", nn.Embedding(9, 4), torch.randint(0, 9, (3, 8)), 4)
     return [cases.small_gpt(TinyGPT), *linears, norm, words]
 
 
