@@ -45,9 +45,9 @@ class GPT2(GPT):
 
 
 class LlamaBlock(Block):
-    """A block of a 1B Llama: width 2048, 32 heads, SwiGLU of 8192, no biases."""
+    """A block of a Llama: SwiGLU, no biases."""
 
-    def __init__(self, width: int = 2048, heads: int = 32, inner: int = 8192) -> None:
+    def __init__(self, width: int, heads: int, inner: int) -> None:
         nn.Module.__init__(self)
         self.heads = heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)

@@ -4,7 +4,6 @@ the models that they come from.
 """
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch.autograd import Function
 
 import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
+from benchmarks.measure import own_share, wall_seconds
 from benchmarks.networks import GPT, Perceptron, gpt_batch, gpt_loss
 from gnsfast import reference
 from gnsfast.cli.tiny_gpt import Block
@@ -158,18 +158,16 @@ layer_norm, embedding, tiny, attention_block = (
 
 def small_gpt(kind: type[GPT] = GPT, device: str = "cpu", autocast: bool = False) -> Problem:
     torch.manual_seed(0)
-    batch, loss_of = gpt_batch(kind, device), partial(cast_loss, gpt_loss, device, autocast)
+    batch, loss_of = gpt_batch(kind, device), autocast_loss if autocast else gpt_loss
     return Problem("small GPT", kind.T, kind().to(device), loss_of, batch)
 
 
-def cast_loss(
-    loss_of: Loss, device: str, autocast: bool, model: nn.Module, batch: tuple[Tensor, ...]
-) -> Tensor:
-    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+def cast_loss(loss_of: Loss, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
         return loss_of(model, batch)
 
 
-autocast_loss = partial(cast_loss, gpt_loss, "cpu", True)
+autocast_loss = partial(cast_loss, gpt_loss)
 
 
 def compiled_step(contestant: Contestant) -> Callable[[], None]:
@@ -208,26 +206,16 @@ def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
     model, batch = GPT(), gpt_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     gns = gnsfast.GradientNoiseScale(model)
-    spent, steps = 0.0, 0
+    spent: list[float] = []
 
     def step() -> None:
-        nonlocal spent, steps
-        microbatch = gns.microbatch(GPT.B)
-        start = time.perf_counter()
-        microbatch.__enter__()
-        spent += time.perf_counter() - start
-        gpt_loss(model, batch).backward()
-        start = time.perf_counter()
-        microbatch.__exit__(None, None, None)
-        gns.update()
-        steps += 1
-        if steps % 10 == 0:
-            gns.compute()
-        spent += time.perf_counter() - start
+        asked = len(spent) % 20 == 18
+        backward = lambda: gpt_loss(model, batch).backward()
+        spent.extend(own_share(gns, GPT.B, backward, wall_seconds, asked))
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, lambda: spent
+    return step, lambda: sum(spent)
 
 
 def operands(case: LayerCase, **of: Any) -> tuple[Tensor, Tensor]:

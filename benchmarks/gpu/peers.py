@@ -5,7 +5,7 @@ step of GPT-2, and single linear layers in bfloat16 as T and B grow.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from benchmarks.contestants.sessions import Gnsfast
 from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.backends import OURS, forced, kernel_of, present
 from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
-from benchmarks.gpu.step import release, side_by_side, warm_up
+from benchmarks.gpu.step import SmallGPT, gpt_problem, release, side_by_side, warm_up
 from benchmarks.measure import Clock
 from benchmarks.model import tables
 from benchmarks.model.gpu import of_device
-from benchmarks.networks import GPT, GPT2, LlamaBlock
+from benchmarks.networks import GPT, GPT2
 from benchmarks.record import Growing, Rows, Tables, first_line, raised
 
 LAYERS = (
@@ -76,15 +76,6 @@ class UntiedGPT2(GPT2):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
-class SmallGPT(GPT):
-    """For the check: a block of the same layers, fewer and shorter samples."""
-
-    B, T, vocabulary = 4, 64, 512
-
-    def __init__(self) -> None:
-        super().__init__(64, 2, 1)
-
-
 def peers(
     device: str, rounds: int = 9, timed_on: type[GPT] = UntiedGPT2, checked_on: type[GPT] = SmallGPT
 ) -> Iterator[Tables]:
@@ -114,7 +105,6 @@ def checked(
     device: str, those: list[Contestant], problem_of: Callable[[bool], Problem]
 ) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
     """Verdicts in float32 and, for those right there, under autocast (``problem_of(True)``)."""
-    torch.manual_seed(0)
     found = gate.judged(problem_of(False), those)
     right = [v.contestant for v in found.values() if not v.complaint]
     return found, gate.judged(problem_of(True), right, HALF, HALF)
@@ -123,7 +113,7 @@ def checked(
 def step(
     device: str,
     rounds: int = 11,
-    names: tuple[str, ...] = gpu_step.MODELS,
+    names: Iterable[str] = gpu_step.PROBLEMS,
     modes: tuple[bool, ...] = (False, True),
 ) -> Iterator[Tables]:
     """Whole training steps, plain and measured, eager and compiled: bf16 autocast, AdamW. Before,
@@ -133,7 +123,7 @@ def step(
     @functools.cache
     def right(name: str) -> None:
         those = [c for c in entered(device) if c.name in OURS.values()]
-        checked(device, those, partial(SMALL[name], device))
+        checked(device, those, partial(gpu_step.SMALL[name], device))
 
     def rows_of(case: tuple[str, bool]) -> Rows:
         right(case[0])
@@ -145,24 +135,6 @@ def step(
 
     cases_ = itertools.product(names, modes)
     yield from Growing().over("Whole training step", cases_, rows_of)
-
-
-def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
-    return replace(cases.small_gpt(kind, device, autocast), layer=kind.__name__)
-
-
-def llama_problem(device: str, autocast: bool = False, B: int = 4, T: int = 64) -> Problem:
-    """A block, with the loss of the one that is timed."""
-    batch = tuple(torch.randn(B, T, 64, device=device) for _ in range(2))
-    loss_of = partial(cases.cast_loss, gpu_step.llama_loss, device, autocast)
-    return Problem("SmallLlama", T, LlamaBlock(64, 2, 128).to(device), loss_of, batch)
-
-
-SMALL: dict[str, Callable[..., Problem]] = {
-    "gpt2": partial(gpt_problem, SmallGPT),
-    "llama": llama_problem,
-}
-"""What is checked before a model's steps are timed: functions of device and autocast."""
 
 
 def timed(
@@ -206,14 +178,7 @@ def beside_plain(
 ) -> dict[str, Any]:
     """One interleaved run; memory: the peak of a model and its second pass."""
     prepare = {c.name: lambda c=c: problem.prepare(c).once for c in (PLAIN, contestant)}
-    found = side_by_side(prepare, device, rounds, seconds_of)
-    timing, nbytes, launched = found[contestant.name]
-    row = {"contestant": contestant.name, "ms": round(timing.milliseconds, 3), "ratio": timing}
-    if plain := found[PLAIN.name].nbytes:
-        row["memory"] = round(nbytes / plain, 3)
-    if contestant.name == OURS["cuda"]:
-        row["CUDA launches"] = launched
-    return row
+    return side_by_side(prepare, device, rounds, seconds_of)[-1]
 
 
 def curves(

@@ -48,14 +48,16 @@ def parts() -> dict[str, Callable[[str], Iterator[Tables]]]:
 
 @contextmanager
 def tiny() -> Iterator[None]:
-    """GPT-2 and Llama as small as can be."""
+    """GPT-2 and Llama as small as can be, and what is checked for them smaller still."""
     with ExitStack() as stack:
         put = lambda *change: stack.enter_context(mock.patch.object(*change))
         for name, value in (("B", 2), ("T", 9), ("vocabulary", 50)):
             put(networks.GPT2, name, value)
         put(networks.GPT2, "__init__", lambda self: networks.GPT.__init__(self, 16, 2, 1))
-        put(networks.LlamaBlock.__init__, "__defaults__", (16, 2, 24))
-        put(step._llama, "__defaults__", (2, 9, 16, 1))
+        llama = partial(step.llama_problem, 2, 9, (16, 2, 24), 1)
+        stack.enter_context(mock.patch.dict(step.PROBLEMS, llama=llama))
+        checked = {"gpt2": partial(step.gpt_problem, TinyGPT), "llama": llama}
+        stack.enter_context(mock.patch.dict(step.SMALL, checked))
         yield
 
 
@@ -74,14 +76,11 @@ def few() -> Iterator[None]:
 def arranged() -> Iterator[None]:
     """Make ``gpu.PARTS`` tiny. Triton reads its variable at its import, which comes later."""
     interpreted = {"TRITON_INTERPRET": "1", backends.VARIABLE: "triton"}
-    small = {"gpt2": partial(peers.gpt_problem, TinyGPT)}
-    small["llama"] = partial(peers.llama_problem, B=2, T=5)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict("os.environ", interpreted))
         stack.enter_context(tiny())
         stack.enter_context(few())
         stack.enter_context(mock.patch.dict(gpu.PARTS, parts()))
-        stack.enter_context(mock.patch.dict(peers.SMALL, small))
         stack.enter_context(mock.patch.object(attention, "CASES", ATTENTION))
         stack.enter_context(mock.patch.object(extension, "missing", lambda: "a rehearsal"))
         stack.enter_context(mock.patch.object(step, "start_up", no_process))

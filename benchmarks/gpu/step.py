@@ -13,8 +13,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +24,15 @@ from torch import Tensor, nn
 import gnsfast
 from benchmarks import measure
 from benchmarks.apart import printed
+from benchmarks.contestants import cases
+from benchmarks.contestants.cases import Problem
 from benchmarks.gpu.backends import OURS, forced, kernel_of, launches, present
 from benchmarks.gpu.operators import device_name, wall_clock
 from benchmarks.model.gpu import of_device
 from benchmarks.model.plain import MODELS as COUNTED
 from benchmarks.model.step import step as counted_step
-from benchmarks.networks import GPT2, LlamaBlock, gpt_batch, gpt_loss
+from benchmarks.networks import GPT, GPT2, LlamaBlock
 from benchmarks.record import Growing, Rows, Tables
-
-MODELS = ("gpt2", "llama")
-
-
-class Seen(NamedTuple):
-    """Of a contestant: its time beside the first one's, the most bytes that it adds, and its weight
-    gradients that go to the CUDA extension.
-    """
-
-    timing: measure.Timing
-    nbytes: int
-    launches: int
 
 
 def side_by_side(
@@ -50,9 +41,9 @@ def side_by_side(
     rounds: int,
     seconds_of: measure.Clock,
     passes: int = 1,
-) -> dict[str, Seen]:
-    """Prepare all contestants, then time them interleaved. Memory is the peak of the last of
-    ``passes`` after the first one.
+) -> Rows:
+    """Prepare all contestants, then time them interleaved, beside the first one. Memory is the peak
+    of the last of ``passes`` after the first one; launches are those of the CUDA extension.
     """
     ways: dict[str, Callable[[], object]] = {}
     peaks, launched = {}, {}
@@ -64,8 +55,16 @@ def side_by_side(
             reset_peak(device)
             launched[name] = launches(ways[name])
         peaks[name] = peak(device) - before
-    timings = measure.interleave(ways, rounds, seconds_of)
-    return {name: Seen(t, peaks[name], launched[name]) for name, t in timings.items()}
+    plain, rows = next(iter(peaks.values())), []
+    for name, timing in measure.interleave(ways, rounds, seconds_of).items():
+        row: dict[str, Any] = {"contestant": name, "ms": round(timing.milliseconds, 3)}
+        row |= {"ratio": timing, "MiB": round(peaks[name] / 2**20)}
+        if plain:
+            row["memory"] = round(peaks[name] / plain, 4)
+        if name == OURS["cuda"]:
+            row["CUDA launches"] = launched[name]
+        rows.append(row)
+    return rows
 
 
 def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
@@ -75,20 +74,14 @@ def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
         key: partial(training_step, name, backend, compiled, device)
         for key, backend in backends.items()
     }
-    found, rows = side_by_side(prepare, device, rounds, wall_clock(device), passes=2), []
-    for key, (timing, nbytes, launched) in found.items():
-        row: dict[str, Any] = {"training step": name}
-        row |= {"mode": "compiled" if compiled else "eager", "contestant": key}
-        row |= {"ms": round(timing.milliseconds, 2), "ratio": timing, "MiB": round(nbytes / 2**20)}
-        if plain := found["plain"].nbytes:
-            row["memory"] = round(nbytes / plain, 4)
-        if key == OURS["cuda"]:
-            row["CUDA launches"] = launched
-        if key != "plain":
+    about = {"training step": name, "mode": "compiled" if compiled else "eager"}
+    found: Rows = []
+    for row in side_by_side(prepare, device, rounds, wall_clock(device), passes=2):
+        if (key := row["contestant"]) != "plain":
             row["predicted"] = predicted(name, device_name(device), key, compiled)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        found.append(about | row)
+        print(found[-1], flush=True)
+    return found
 
 
 def predicted(name: str, device: str, contestant: str, compiled: bool = False) -> float | str:
@@ -108,20 +101,20 @@ def predicted(name: str, device: str, contestant: str, compiled: bool = False) -
 
 def training_step(name: str, backend: str, compiled: bool, device: str) -> Callable[[], object]:
     """Forward, loss, backward, AdamW; with a ``backend`` under an estimator, as a user has it."""
-    torch.manual_seed(0)
-    model, loss_of, B = (_gpt2 if name == "gpt2" else _llama)(device)
+    problem = PROBLEMS[name](device)
+    model, batch = problem.model, problem.batch
     gns = gnsfast.GradientNoiseScale(model) if backend else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    forward = torch.compile(loss_of) if compiled else loss_of
+    forward = torch.compile(problem.loss_of) if compiled else problem.loss_of
 
     def run() -> None:
         with torch.autocast(device, torch.bfloat16):
             if gns is None:
-                forward(model).backward()
+                forward(model, batch).backward()
             else:
                 with forced(backend):
-                    with gns.microbatch(B):
-                        forward(model).backward()
+                    with gns.microbatch(problem.B):
+                        forward(model, batch).backward()
                     gns.update()
         optimizer.step()
         optimizer.zero_grad()
@@ -129,22 +122,40 @@ def training_step(name: str, backend: str, compiled: bool, device: str) -> Calla
     return run
 
 
-def _gpt2(device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
-    batch = gpt_batch(GPT2, device)
-    return (
-        GPT2().to(device),
-        lambda model: gpt_loss(model, batch),
-        GPT2.B,
-    )
+def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
+    return replace(cases.small_gpt(kind, device, autocast), layer=kind.__name__)
 
 
-def _llama(
-    device: str, B: int = 8, T: int = 2048, width: int = 2048, blocks: int = 4
-) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
-    """Four blocks over random activations: what a 1B Llama is made of, without its head."""
-    batch = tuple(torch.randn(B, T, width, device=device) for _ in range(2))
-    model = nn.Sequential(*(LlamaBlock() for _ in range(blocks))).to(device)
-    return model, lambda model: llama_loss(model, batch), B
+def llama_problem(
+    B: int, T: int, sizes: tuple[int, int, int], blocks: int, device: str, autocast: bool = False
+) -> Problem:
+    """Blocks over random activations: what a Llama is made of, without its head."""
+    torch.manual_seed(0)
+    batch = tuple(torch.randn(B, T, sizes[0], device=device) for _ in range(2))
+    model = nn.Sequential(*(LlamaBlock(*sizes) for _ in range(blocks))).to(device)
+    loss_of = partial(cases.cast_loss, llama_loss) if autocast else llama_loss
+    return Problem("Llama", T, model, loss_of, batch)
+
+
+class SmallGPT(GPT):
+    """For the check: a block of the same layers, fewer and shorter samples."""
+
+    B, T, vocabulary = 4, 64, 512
+
+    def __init__(self) -> None:
+        super().__init__(64, 2, 1)
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "gpt2": partial(gpt_problem, GPT2),
+    "llama": partial(llama_problem, 8, 2048, (2048, 32, 8192), 4),
+}
+"""Functions of device and autocast. The blocks are those of a 1B Llama."""
+SMALL: dict[str, Callable[..., Problem]] = {
+    "gpt2": partial(gpt_problem, SmallGPT),
+    "llama": partial(llama_problem, 4, 64, (64, 2, 128), 1),
+}
+"""What is checked before a model's steps are timed."""
 
 
 def llama_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -197,42 +208,24 @@ def estimator(device: str, rounds: int) -> dict[str, Any]:
     """``microbatch``'s two ends and ``update`` in steps of GPT-2: the host's time, and the
     device's for what they launch; neither holds the layers' own share.
     """
-    torch.manual_seed(0)
-    model, loss_of, B = _gpt2(device)
-    gns = gnsfast.GradientNoiseScale(model)
+    problem = PROBLEMS["gpt2"](device, autocast=True)
+    gns = gnsfast.GradientNoiseScale(problem.model)
     once: measure.Clock = partial(measure.cuda_seconds, busy=5e-3, tries=1)
     once = once if device == "cuda" else measure.wall_seconds  # a block cannot be entered again
-    on_host: list[float] = []
-    on_device: list[float] = []
 
-    def timed(run: Callable[[], object]) -> float:
-        """Seconds of the host; the device's are added to ``on_device``."""
-        seconds = 0.0
+    def timed(run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of the host, and of the device."""
+        host: list[float] = []
+        return once(lambda: host.append(measure.wall_seconds(run))), *host
 
-        def call() -> None:
-            nonlocal seconds
-            seconds = measure.wall_seconds(run)
-
-        on_device.append(once(call))
-        return seconds
-
-    def leave(block: Any) -> None:
-        block.__exit__(None, None, None)
-        gns.update()
-
+    found = []
     for _ in range(rounds + 2):
-        block = gns.microbatch(B)
-        opened = timed(block.__enter__)
-        with torch.autocast(device, torch.bfloat16):
-            loss_of(model).backward()
-        on_host.append(opened + timed(lambda: leave(block)))  # noqa: B023
-        model.zero_grad()
-    both = [a + b for a, b in zip(on_device[4::2], on_device[5::2])]
-    return {
-        "model": "GPT-2",
-        "host ms": round(1e3 * statistics.median(on_host[2:]), 3),
-        "device ms": round(1e3 * statistics.median(both), 3),
-    }
+        backward = lambda: problem.loss_of(problem.model, problem.batch).backward()
+        ends = measure.own_share(gns, problem.B, backward, timed)
+        found.append([sum(each) for each in zip(*ends)])
+        problem.model.zero_grad()
+    on_device, on_host = (round(1e3 * statistics.median(each), 3) for each in zip(*found[2:]))
+    return {"model": "GPT-2", "host ms": on_host, "device ms": on_device}
 
 
 def start_up(device: str, how: tuple[str, str]) -> Rows:

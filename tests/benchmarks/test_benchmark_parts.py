@@ -50,7 +50,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_estimators_share(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step whose clock ticks once whenever it is read: two spans, entering and leaving."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(cases.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
     run, spent = cases.estimated_step()
     for n in range(1, 12):
         run()

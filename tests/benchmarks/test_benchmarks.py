@@ -151,7 +151,7 @@ def test_a_wrong_model_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch, 
     wrong, right = (lambda *_: None for _ in range(2))
     monkeypatch.setattr(gpu_peers, "checked", checked)
     monkeypatch.setattr(gpu_peers, "partial", lambda problem_of, device: problem_of)
-    monkeypatch.setattr(gpu_peers, "SMALL", {"gpt2": wrong, "llama": right})
+    monkeypatch.setattr(gpu_step, "SMALL", {"gpt2": wrong, "llama": right})
     timed = lambda name, compiled, *_: [{"training step": name, "compiled": compiled}]
     monkeypatch.setattr(gpu_step, "beside_plain", timed)
     *_, tables = gpu_peers.step("cpu")
@@ -160,13 +160,11 @@ def test_a_wrong_model_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch, 
     assert all("gpt2" in row["check"] and row["exit status"] for row in tables["Failed"])
 
 
-@pytest.mark.parametrize("name", gpu_step.MODELS)
-def test_small_models_that_are_checked(name: str, few: None) -> None:
+@pytest.mark.parametrize("name", gpu_step.PROBLEMS)
+def test_small_models_that_are_checked(name: str, tiny: None, few: None) -> None:
     """Of the layers of those that are timed; gnsfast is right on them."""
-    problem = partial(gpu_peers.llama_problem, B=2, T=5)
-    if name == "gpt2":
-        problem = partial(gpu_peers.gpt_problem, rehearsal.TinyGPT)
-    found, cast = gpu_peers.checked("cpu", gpu_peers.entered("cpu")[:2], partial(problem, "cpu"))
+    problem = partial(gpu_step.SMALL[name], "cpu")
+    found, cast = gpu_peers.checked("cpu", gpu_peers.entered("cpu")[:2], problem)
     assert [v.complaint for v in (*found.values(), *cast.values())] == 4 * [""]
 
 
@@ -260,7 +258,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("backend", ["", "triton"], ids=["plain", "gnsfast"])
 def test_training_steps(backend: str, tiny: None) -> None:
     """The steps that are timed run, on models that are small enough for it."""
-    for name in gpu_step.MODELS:
+    for name in gpu_step.PROBLEMS:
         run = gpu_step.training_step(name, backend, False, "cpu")
         run()
         run()
