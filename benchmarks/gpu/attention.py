@@ -5,6 +5,7 @@ the sinks by ``F.scaled_dot_product_attention``, with them by ``flex_attention``
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from benchmarks import measure
+from benchmarks.gpu.cuda_kernels import ratios
 from gnsfast.functional import attention
 
 
@@ -88,18 +90,15 @@ def ways(case: AttentionCase, device: str) -> dict[str, Callable[[], object]]:
     for name, forward in forwards(case, device).items():
         if name == "flex" and device != "cuda":
             continue
-        more = [probe] if name == "gnsfast" else []
-        taken = leaves[:3] if name == "sdpa" else [*leaves, *more]
-
-        def both(
-            forward: Callable[..., Tensor] = forward,
-            more: list[Tensor] = more,
-            taken: list[Tensor] = taken,
-        ) -> object:
-            return torch.autograd.grad(forward(*leaves, *more), taken, do)
-
-        passes[name] = both
+        inputs = [*leaves, probe] if name == "gnsfast" else leaves
+        passes[name] = partial(both, forward, inputs, inputs[:3] if name == "sdpa" else inputs, do)
     return passes
+
+
+def both(
+    forward: Callable[..., Tensor], inputs: list[Tensor], taken: list[Tensor], do: Tensor
+) -> object:
+    return torch.autograd.grad(forward(*inputs), taken, do)
 
 
 def row(
@@ -109,4 +108,4 @@ def row(
     timings = measure.interleave(ways(case, device), rounds, clock)
     about = {"attention with sinks, bf16, forward and backward": case.name, "B": case.B}
     about["sdpa ms"] = round(timings["sdpa"].milliseconds, 3)
-    return [about | {f"{name} / sdpa": t for name, t in timings.items() if name != "sdpa"}]
+    return [about | ratios(timings)]

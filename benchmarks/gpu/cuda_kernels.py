@@ -52,15 +52,24 @@ def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
     ways: Ways = {"plain": partial(plain_wgrad, x, dy), "triton": partial(_triton, x, dy, dw)}
     for kernel in sorted({own, "sm80"}):
         ways[kernel] = partial(_summed, x, dy, dw, kernel)
-    timings = measure.interleave(ways, rounds, measure.cuda_seconds)
-    flop = 2 * case.B * case.T * case.I * case.O
     row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
-    row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
-    row |= {f"{k} / plain": timings[k] for k in ways if k != "plain"}
+    row |= rates(case, measure.interleave(ways, rounds, measure.cuda_seconds))
     name = torch.cuda.get_device_name()
     for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
         row[f"{kernel} predicted"] = predicted(case, name, kernel, route="fused")
     return [row]
+
+
+def rates(case: LayerCase, timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    """Of each way to a case's weight gradient, then its ratio to the plain one."""
+    flop = 2 * case.B * case.T * case.I * case.O
+    found = {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
+    return found | ratios(timings)
+
+
+def ratios(timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    first, *others = timings
+    return {f"{name} / {first}": timings[name] for name in others}
 
 
 def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:

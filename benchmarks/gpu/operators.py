@@ -4,17 +4,16 @@ tiles, other layers' backward.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.contestants.cases import LayerCase, plain_wgrad
-from benchmarks.gpu.cuda_kernels import operands
+from benchmarks.gpu.cuda_kernels import operands, rates, ratios
 from benchmarks.model.tables import predicted
 from benchmarks.record import Growing, Rows, Tables
 from gnsfast.ops import operators
@@ -73,20 +72,9 @@ def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
     plain = partial(plain_wgrad, x, dy)
     ours = lambda: operators.linear_wgrad(LinearWgrad(x, dy, True, False, False, x.dtype))
     timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
-    flop = 2 * case.B * case.T * case.I * case.O
-    rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
-    row = {
-        "weight gradient, bf16": case.name,
-        "T": case.T,
-        "B": case.B,
-        "route": route(case, device),
-        "plain ms": round(timing["plain"].milliseconds, 4),
-        "plain TFLOP/s": round(rates["plain"], 1),
-        "gnsfast TFLOP/s": round(rates["gnsfast"], 1),
-        "gnsfast / plain": timing["gnsfast"],
-        "predicted": predicted(case, device_name(device)),
-    }
-    return [row]
+    row: dict[str, Any] = {"weight gradient, bf16": case.name, "T": case.T, "B": case.B}
+    row |= {"route": route(case, device), "plain ms": round(timing["plain"].milliseconds, 4)}
+    return [row | rates(case, timing) | {"predicted": predicted(case, device_name(device))}]
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -108,7 +96,7 @@ def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
     ways = {
         "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),
         "gnsfast": lambda: ours(*args),
-        "gnsfast, compiled aten": _compiled(ours, args),
+        "gnsfast, compiled aten": partial(torch.compile(ours, dynamic=False), *args),
     }
     return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, rounds, clock(device)))]
 
@@ -126,14 +114,9 @@ def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> 
     return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))]
 
 
-def _compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], object]:
-    compiled = torch.compile(fn, dynamic=False)
-    return lambda: compiled(*args)
-
-
 def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, Any]:
     row: dict[str, Any] = {what: name, "plain ms": round(timings["plain"].milliseconds, 4)}
-    return row | {f"{k} / plain": t for k, t in timings.items() if k != "plain"}
+    return row | ratios(timings)
 
 
 def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> Iterator[Tables]:
@@ -161,35 +144,24 @@ def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
 
 
 def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
-    from gnsfast.triton_kernels.configs import candidates
-
-    x, dy = operands(replace(case, T=1024), device=device)
-    dw = x.new_empty((case.O, case.I))
-    configs = candidates(x.dtype, aligned=True)
-    rows: Rows = []
-    for config, seconds in zip(configs, _seconds_of_tiles(x, dy, dw, configs, device, rounds)):
-        flop = 2 * x.shape[0] * x.shape[1] * case.I * case.O
-        row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
-        row["TFLOP/s"] = round(flop / seconds / 1e12, 1) if seconds else "too large"
-        rows.append(row)
-    return rows
-
-
-def _seconds_of_tiles(
-    x: Tensor, dy: Tensor, dw: Tensor, configs: Any, device: str, rounds: int
-) -> Iterator[float | None]:
-    """None for a tile that needs more shared memory or registers than the device has."""
     from triton.runtime.errors import OutOfResources
 
     from gnsfast.signatures import empty_rows
     from gnsfast.triton_kernels import outer
+    from gnsfast.triton_kernels.configs import candidates
 
-    rows = empty_rows(x, 1, len(x))
-    for config in configs:
-        run = lambda: outer.fused_wgrad(x, dy, dw, rows, config=config)  # noqa: B023
+    x, dy = operands(replace(case, T=1024), device=device)
+    dw = x.new_empty((case.O, case.I))
+    rows: Rows = []
+    flop, norms = 2 * x.shape[0] * x.shape[1] * case.I * case.O, empty_rows(x, 1, len(x))
+    for config in candidates(x.dtype, aligned=True):
+        row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
+        run = partial(outer.fused_wgrad, x, dy, dw, norms, config=config)
         try:
             run()
-        except OutOfResources:
-            yield None
-            continue
-        yield statistics.median(clock(device)(run) for _ in range(rounds))
+            seconds = statistics.median(clock(device)(run) for _ in range(rounds))
+            row["TFLOP/s"] = round(flop / seconds / 1e12, 1)
+        except OutOfResources:  # of shared memory or registers
+            row["TFLOP/s"] = "too large"
+        rows.append(row)
+    return rows
