@@ -4,9 +4,9 @@ grows beside runs of a fixed one, at equal tokens.
 """
 
 import argparse
-import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import gnsfast
 from benchmarks import record
 from benchmarks.record import Rows, Tables
-from benchmarks.studies.training import Training, span, spread, train
+from benchmarks.studies.training import Rate, Training, span, spread, train
 from gnsfast.cli import tiny_gpt
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
@@ -24,7 +24,7 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
     pooled_factor,
 )
-from gnsfast.critical_batch.control import BatchSizeController, cosine
+from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 SMALL, LARGE = 8, 64
@@ -44,21 +44,19 @@ class Demo(Training):
     """Training of the demo's model, over the tokens of ``steps`` small batches."""
 
     def __init__(self, steps: int, folder: Path) -> None:
-        super().__init__(folder)
         self.small_tokens = SMALL * tiny_gpt.CONTEXT
-        self.tokens = steps * self.small_tokens
-        self.rate = cosine(self.tokens, warm_up=self.tokens // 50, final=0.1)
+        super().__init__(folder, SMALL, steps * self.small_tokens)
 
-    def run(self, seed: int, batch_size: int, rate: Callable[[int], float]) -> TorchRun:
+    def run(self, seed: int, rate: Rate) -> TorchRun:
         torch.manual_seed(seed)
         model = tiny_gpt.TinyGPT()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         gns = gnsfast.GradientNoiseScale(model)
-        return self.of(model, optimizer, batch_size, rate, seed, gns=gns)
+        return self.of(model, optimizer, rate, seed, gns=gns)
 
     def branches(self) -> list[CriticalBatch]:
         """The critical batch size at each of ``POINTS`` of the small run of seed 0."""
-        run, found = self.run(0, SMALL, self.rate), []
+        run, found = self.run(0, self.shape), []
         for point in POINTS:
             while run.tokens < point * self.tokens:
                 run.step()
@@ -74,25 +72,12 @@ class Demo(Training):
         return found
 
     def fixed(self, name: str, seed: int, batch_size: int) -> dict[str, Any]:
-        """One batch size; √k times the learning rate of the small one."""
-        factor = math.sqrt(batch_size / SMALL)
-        run = self.run(seed, batch_size, lambda tokens: factor * self.rate(tokens))
-        return self._train(name, run, None)
+        return self._train(name, self.constant(partial(self.run, seed), "sqrt", batch_size), None)
 
     def controlled(self, name: str, seed: int, factor: CriticalBatchFactor) -> dict[str, Any]:
         """The small batch at first, which grows to the noise scale times ``factor.value``."""
-        controller = BatchSizeController(
-            SMALL,
-            factor=factor.value,
-            metric=factor.metric,
-            tokens_per_sample=tiny_gpt.CONTEXT,
-            total_tokens=self.tokens,
-            max_batch_size=LARGE,
-            calibrate=0.02,
-            check_every=self.tokens // 100,
-        )
-        rate = controller.lr_lambda(self.rate)
-        return self._train(name, self.run(seed, SMALL, rate), controller)
+        controller = self.controller(LARGE, factor=factor.value, metric=factor.metric)
+        return self._train(name, self.run(seed, controller.lr_lambda(self.shape)), controller)
 
     def _train(
         self, name: str, run: TorchRun, controller: BatchSizeController | None

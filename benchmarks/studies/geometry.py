@@ -26,7 +26,7 @@ from benchmarks import record
 from benchmarks.record import Rows, Tables
 from benchmarks.studies import geometry_tables
 from benchmarks.studies.geometry_tables import Point, geometric_mean, logs
-from benchmarks.studies.training import Training, cached, spread, train
+from benchmarks.studies.training import Rate, Training, cached, spread, train
 from gnsfast.cli import tiny_gpt
 from gnsfast.cli.optimizers import MuonAdamW, Signum
 from gnsfast.critical_batch.branches import (
@@ -40,8 +40,7 @@ from gnsfast.critical_batch.branches.measurement import (
     noise_scale_records,
     noise_scales_from_record,
 )
-from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
-from gnsfast.critical_batch.rules import Rules
+from gnsfast.critical_batch.control import BatchSizeController, SampleStream
 
 BATCH = 8
 WARM_UP = 50
@@ -69,8 +68,6 @@ CONSTANT = (8, 16, 32, 64)
 SEEDS = (1, 2)
 """Of weights and data; the branches come from a run of seed 0."""
 EVALUATIONS = 48
-
-shape = cosine(TOKENS, warm_up=TOKENS // 50, final=0.1)
 
 
 class Optimizer(NamedTuple):
@@ -112,7 +109,7 @@ class Study(Training):
     """The runs of all optimizers at one width of the model."""
 
     def __init__(self, width: int, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, BATCH, TOKENS)
         self.width = width
 
     def run(
@@ -121,13 +118,13 @@ class Study(Training):
         *,
         seed: int = 0,
         lr: float | None = None,
-        rate: Callable[[int], float] = warm_up,
+        rate: Rate = warm_up,
     ) -> TorchRun:
         """A run of ``BATCH`` samples; ``seed`` is that of the weights and of the data."""
         torch.manual_seed(seed)
         model = tiny_gpt.TinyGPT(width=self.width, layers=2)
         optimizer = make(name, model, OPTIMIZERS[name].lr if lr is None else lr)
-        return self.of(model, optimizer, BATCH, rate, seed)
+        return self.of(model, optimizer, rate, seed)
 
     def gns(self, name: str, run: TorchRun, **options: Any) -> gnsfast.GradientNoiseScale:
         """All noise scales that the optimizer has, or those of ``metric``."""
@@ -223,25 +220,14 @@ def sweep(study: Study, name: str) -> list[dict[str, Any]]:
 
 
 def constant(study: Study, name: str, seed: int, batch_size: int) -> dict[str, Any]:
-    factor = Rules(OPTIMIZERS[name].rule).lr_factor(batch_size / BATCH)
-    run = study.run(name, seed=seed, rate=lambda tokens: factor * shape(tokens))
-    run.batch_size = batch_size
-    return trained(run)
+    run_of = lambda rate: study.run(name, seed=seed, rate=rate)
+    return trained(study.constant(run_of, OPTIMIZERS[name].rule, batch_size))
 
 
 def controlled(study: Study, name: str, seed: int, metric: str, factor: float) -> dict[str, Any]:
-    controller = BatchSizeController(
-        BATCH,
-        factor=factor,
-        metric=metric,
-        tokens_per_sample=tiny_gpt.CONTEXT,
-        total_tokens=TOKENS,
-        max_batch_size=CONSTANT[-1],
-        lr=OPTIMIZERS[name].rule,
-        calibrate=0.02,
-        check_every=TOKENS // 100,
-    )
-    run = study.run(name, seed=seed, rate=controller.lr_lambda(shape))
+    rule = OPTIMIZERS[name].rule
+    controller = study.controller(CONSTANT[-1], factor=factor, metric=metric, lr=rule)
+    run = study.run(name, seed=seed, rate=controller.lr_lambda(study.shape))
     run.gns = study.gns(name, run, metric=[m for m in [metric] if m != "euclidean"])
     return trained(run, controller)
 

@@ -15,43 +15,67 @@ from torch import Tensor, nn
 import gnsfast
 from gnsfast.cli import tiny_gpt
 from gnsfast.critical_batch.branches import TorchRun
-from gnsfast.critical_batch.control import BatchSizeController, SampleStream
+from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
+from gnsfast.critical_batch.rules import Rules
 
 LR = 1e-3
 """Of ``narrow_run``."""
 
+Rate = Callable[[int], float]
+"""Tokens -> factor of the learning rate."""
 Done = Callable[[int, float, Any], object]
 """Takes the steps of a run after each one, the loss of that, and a decision of its controller."""
 
 
 class Training:
-    """Text to train on and to evaluate, and a folder for what runs leave."""
+    """Text to train on and to evaluate, and a folder for what runs leave. Runs of ``tokens`` begin
+    with ``batch`` samples, and their learning rate has a ``shape``.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, batch: int, tokens: int) -> None:
         text = tiny_gpt.read_text()
         held_out = len(text) // 20
         self.windows = text[held_out:].unfold(0, tiny_gpt.CONTEXT + 1, 1)
         drawn = torch.Generator().manual_seed(7)
         self.evaluated = tiny_gpt.draw(text[:held_out], 256, drawn)
-        self.folder = folder
+        self.folder, self.batch, self.tokens = folder, batch, tokens
+        self.shape = cosine(tokens, warm_up=tokens // 50, final=0.1)
 
     def of(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        batch_size: int,
-        rate: Callable[[int], float],
+        rate: Rate,
         seed: int,
         **options: Any,
     ) -> TorchRun:
         """A run on the data of ``seed``; ``rate`` takes tokens."""
         return TorchRun(
             *(model, optimizer, tiny_gpt.loss_of, SampleStream(self.windows, seed=seed)),
-            batch_size=batch_size,
+            batch_size=self.batch,
             tokens_per_sample=tiny_gpt.CONTEXT,
             lr=rate,
             clip=1.0,
             evaluate=self.evaluate,
+            **options,
+        )
+
+    def constant(self, run_of: Callable[[Rate], TorchRun], rule: str, size: int) -> TorchRun:
+        """One batch size; the learning rate is scaled by the rule."""
+        factor = Rules(rule).lr_factor(size / self.batch)
+        run = run_of(lambda tokens: factor * self.shape(tokens))
+        run.batch_size = size
+        return run
+
+    def controller(self, most: int, **options: Any) -> BatchSizeController:
+        """It grows the batch up to ``most`` samples."""
+        return BatchSizeController(
+            self.batch,
+            tokens_per_sample=tiny_gpt.CONTEXT,
+            total_tokens=self.tokens,
+            max_batch_size=most,
+            calibrate=0.02,
+            check_every=self.tokens // 100,
             **options,
         )
 
