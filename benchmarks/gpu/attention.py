@@ -3,7 +3,7 @@
 the sinks by ``F.scaled_dot_product_attention``, with them by ``flex_attention``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from benchmarks import measure
-from benchmarks.gpu.cuda_kernels import ratios
+from benchmarks.gpu.operators import clock, ratios
+from benchmarks.record import Growing, Tables
 from gnsfast.functional import attention
 
 
@@ -101,11 +102,13 @@ def both(
     return torch.autograd.grad(forward(*inputs), taken, do)
 
 
-def row(
-    device: str, rounds: int, clock: Callable[[Any], float], case: AttentionCase
-) -> list[dict[str, Any]]:
+def tables(device: str, rounds: int = 11) -> Iterator[Tables]:
+    return Growing().over("Attention", CASES, partial(row, device, rounds))
+
+
+def row(device: str, rounds: int, case: AttentionCase) -> list[dict[str, Any]]:
     """Ratios to ``F.scaled_dot_product_attention``, which has no sinks and no window."""
-    timings = measure.interleave(ways(case, device), rounds, clock)
+    timings = measure.interleave(ways(case, device), rounds, clock(device))
     about = {"attention with sinks, bf16, forward and backward": case.name, "B": case.B}
     about["sdpa ms"] = round(timings["sdpa"].milliseconds, 3)
     return [about | ratios(timings)]

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on a GPU, alone, beside torch's own: the weight gradient with norms, its routes and
-tiles, other layers' backward.
+tiles, the CUDA extension's kernels, and the Hopper kernel with one choice changed at a time beside
+what was counted for it; then other layers' backward.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import measure
+from benchmarks.contestants import cases
 from benchmarks.contestants.cases import LayerCase, plain_wgrad
-from benchmarks.gpu.cuda_kernels import operands, rates, ratios
 from benchmarks.model.tables import predicted
 from benchmarks.record import Growing, Rows, Tables
-from gnsfast.ops import operators
-from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
+from gnsfast.ops import extension, operators
+from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward, empty_rows
 
 TOKENS = 16384
 
@@ -32,9 +34,36 @@ ROUTES = [
     for model, I, O in (SIZES[0], SIZES[2], SIZES[3])
     for T in (2, 8, 16, 32, 64, 96, 128)
 ]
+CUDA = [
+    LayerCase(model, I, O, T, TOKENS)
+    for model, I, O in (SIZES[0], SIZES[3], SIZES[4])
+    for T in (64, 128, 256, 512, 1024, 2048, 8192)
+]
 BACKWARD = "backward, bf16"
 WIDTHS = (768, 4096, 8192)
 VOCABULARIES = ((50304, 768), (128256, 4096))
+
+SIZE = 4096
+"""Of the square layer whose kernel is taken apart: 352 tiles of 256 x 192, 66 at a time."""
+
+VARIANTS = (
+    "sm90 unordered",
+    "sm90 cluster of 1",
+    "sm90 unsplit",
+    "sm90 128 x 256, one sample",
+)
+"""Of ``csrc/variants_sm90.cu``, which ``GNSFAST_CUDA_VARIANTS=1`` builds."""
+
+COUNTED = {
+    128: {"sm90 unordered": 1.09, "sm90 unsplit": 1.125},
+    512: {"sm90 unordered": 1.02, "sm90 unsplit": 1.125},
+    2048: {"sm90 unordered": 1.006, "sm90 unsplit": 1.125},
+    16384: {"sm90 128 x 256, one sample": 0.89},
+}
+"""Time beside the kernel that ships, by tokens of a sample. A sample's end costs 150 cycles to
+drain and restart where no other warpgroup multiplies meanwhile, a token 12 at 87 % of the tensor
+cores' peak. Unsplit: 6 waves instead of 5 1/3. One sample: nothing ends and nothing is cut, 97 %
+of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
 
 
 def clock(device: str) -> measure.Clock:
@@ -67,14 +96,59 @@ def ops(
         yield from found.over(title, VOCABULARIES, partial(embedding, *tokens))
 
 
+def timed(case: LayerCase, device: str, rounds: int, *names: str) -> dict[str, measure.Timing]:
+    """Ways to a case's weight gradient, bf16 in and out."""
+    x, dy = cases.operands(case, device=device, dtype=torch.bfloat16)
+    ways = {name: partial(way(name), x, dy, x.new_empty((case.O, case.I))) for name in names}
+    return measure.interleave(ways, rounds, clock(device))
+
+
+def way(name: str) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """A function of x, dy and dW by its name: plain, gnsfast's operator, a route, Triton's fixed
+    tile, which is never the extension, or a kernel of that.
+    """
+    if name == "plain":
+        return lambda x, dy, dw: plain_wgrad(x, dy)
+    if name == "gnsfast":
+        return lambda x, dy, dw: operators.linear_wgrad(
+            LinearWgrad(x, dy, True, False, False, x.dtype)
+        )
+    if name not in ("gram", "fused", "triton"):
+        return partial(_extension, name)
+    from gnsfast.triton_kernels import configs, outer
+
+    if name == "triton":
+        config = configs.candidates(torch.bfloat16, aligned=True)[0]
+        return lambda x, dy, dw: outer.fused_wgrad(x, dy, dw, norms_of(x), config=config)
+    return lambda x, dy, dw: outer.outer_wgrad(x, dy, dw, norms_of(x), route=name)
+
+
+def norms_of(x: Tensor) -> Tensor:
+    return empty_rows(x, 1, len(x))
+
+
+def _extension(kernel: str, x: Tensor, dy: Tensor, dw: Tensor) -> None:
+    rows = x.new_empty((1, len(x) + 2), dtype=torch.float32)
+    extension.linear_wgrad(x, dy, dw, None, rows, False, kernel)
+
+
+def rates(case: LayerCase, timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    """Of each way to a case's weight gradient, then its ratio to the plain one."""
+    flop = 2 * case.B * case.T * case.I * case.O
+    found = {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
+    return found | ratios(timings)
+
+
+def ratios(timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    first, *others = timings
+    return {f"{name} / {first}": timings[name] for name in others}
+
+
 def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
-    x, dy = operands(case, device=device)
-    plain = partial(plain_wgrad, x, dy)
-    ours = lambda: operators.linear_wgrad(LinearWgrad(x, dy, True, False, False, x.dtype))
-    timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
+    timings = timed(case, device, rounds, "plain", "gnsfast")
     row: dict[str, Any] = {"weight gradient, bf16": case.name, "T": case.T, "B": case.B}
-    row |= {"route": route(case, device), "plain ms": round(timing["plain"].milliseconds, 4)}
-    return [row | rates(case, timing) | {"predicted": predicted(case, device_name(device))}]
+    row |= {"route": route(case, device), "plain ms": round(timings["plain"].milliseconds, 4)}
+    return [row | rates(case, timings) | {"predicted": predicted(case, device_name(device))}]
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -128,32 +202,21 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> I
 
 
 def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
-    from gnsfast.signatures import empty_rows
-    from gnsfast.triton_kernels import outer
-
-    x, dy = operands(case, device=device)
-
-    def by(route: str) -> None:
-        dw = x.new_empty((dy.shape[2], x.shape[2]))
-        outer.outer_wgrad(x, dy, dw, empty_rows(x, 1, len(x)), route=route)
-
-    plain = partial(plain_wgrad, x, dy)
-    ways = {"plain": plain, "gram": partial(by, "gram"), "fused": partial(by, "fused")}
-    timings = measure.interleave(ways, rounds, clock(device))
+    timings = timed(case, device, rounds, "plain", "gram", "fused")
     return [_row("weight gradient", case.name, timings) | {"counted rule": route(case, device)}]
 
 
 def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
     from triton.runtime.errors import OutOfResources
 
-    from gnsfast.signatures import empty_rows
     from gnsfast.triton_kernels import outer
     from gnsfast.triton_kernels.configs import candidates
 
-    x, dy = operands(replace(case, T=1024), device=device)
+    long = replace(case, T=1024)
+    x, dy = cases.operands(long, device=device, dtype=torch.bfloat16)
     dw = x.new_empty((case.O, case.I))
     rows: Rows = []
-    flop, norms = 2 * x.shape[0] * x.shape[1] * case.I * case.O, empty_rows(x, 1, len(x))
+    flop, norms = 2 * long.B * long.T * case.I * case.O, norms_of(x)
     for config in candidates(x.dtype, aligned=True):
         row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
         run = partial(outer.fused_wgrad, x, dy, dw, norms, config=config)
@@ -165,3 +228,45 @@ def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
             row["TFLOP/s"] = "too large"
         rows.append(row)
     return rows
+
+
+def cuda(device: str, rounds: int = 11) -> Iterator[Tables]:
+    """The CUDA extension's kernels, bf16; on Hopper its kernel taken apart too."""
+    found = Growing()
+    title = "The CUDA kernels"
+    if why := extension.missing():
+        yield {title: [{"check": "extension", "result": why}]}
+        return
+    yield from found.over(title, CUDA, partial(beside_triton, device, rounds))
+    if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
+        apart = partial(taken_apart, device, rounds)
+        yield from found.over("The Hopper kernel taken apart", COUNTED, apart)
+
+
+def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
+    """Ratios to plain dW."""
+    own = extension.kernel_for(torch.cuda.get_device_capability())
+    row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
+    names = "plain", "triton", *sorted({own, "sm80"})
+    row |= rates(case, timed(case, device, rounds, *names))
+    for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
+        name = torch.cuda.get_device_name()
+        row[f"{kernel} predicted"] = predicted(case, name, kernel, route="fused")
+    return [row]
+
+
+def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
+    """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
+    case = LayerCase("square", size, size, T, max(COUNTED))
+    names = [name for name in VARIANTS if (case.B > 1) != name.endswith("one sample")]
+    return [
+        {
+            "variant": name,
+            "T": T,
+            "B": case.B,
+            "ms": round(timing.milliseconds, 4),
+            "time / sm90": timing,
+            "counted": COUNTED[T].get(name, ""),
+        }
+        for name, timing in timed(case, device, rounds, "sm90", *names, "plain").items()
+    ]

@@ -31,15 +31,11 @@ import torch
 
 from benchmarks import record
 from benchmarks.apart import ROOT
-from benchmarks.contestants.cases import LayerCase
-from benchmarks.gpu import attention as attention_with_sinks
-from benchmarks.gpu import cuda_kernels, operators, peers, step
-from benchmarks.gpu.operators import TOKENS, clock
+from benchmarks.gpu import attention, operators, peers, step
 from benchmarks.gpu_machine import SECONDS, command_of
 from benchmarks.machine.processes import following
 from benchmarks.measure import Timing
 from benchmarks.record import FAILED, Growing, Rows, Tables, failure
-from gnsfast.ops import extension
 
 SUITES = (
     "triton_kernels/test_linear_finish.py",
@@ -216,38 +212,12 @@ def outcome(
     return {"check": check, status: process.returncode, "result": last}
 
 
-CUDA = [
-    LayerCase(model, I, O, T, TOKENS)
-    for model, I, O in (operators.SIZES[0], operators.SIZES[3], operators.SIZES[4])
-    for T in (64, 128, 256, 512, 1024, 2048, 8192)
-]
-
-
-def cuda(device: str, rounds: int = 11) -> Iterator[Tables]:
-    """The CUDA extension's kernels, bf16; on Hopper its kernel taken apart too."""
-    found = Growing()
-    title = "The CUDA kernels"
-    if why := extension.missing():
-        yield {title: [{"check": "extension", "result": why}]}
-        return
-    yield from found.over(title, CUDA, partial(cuda_kernels.beside_triton, device, rounds))
-    if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
-        apart = partial(cuda_kernels.taken_apart, device, rounds)
-        yield from found.over("The Hopper kernel taken apart", cuda_kernels.COUNTED, apart)
-
-
-def attention(device: str, rounds: int = 11) -> Iterator[Tables]:
-    """Attention with sinks and their norms, beside torch's."""
-    row = partial(attention_with_sinks.row, device, rounds, clock(device))
-    return Growing().over("Attention", attention_with_sinks.CASES, row)
-
-
 PARTS: dict[str, Callable[[str], Iterator[Tables]]] = {
     "correctness": correctness,
     "ops": operators.ops,
     "routes": operators.routes,
-    "attention": attention,
-    "cuda": cuda,
+    "attention": attention.tables,
+    "cuda": operators.cuda,
     "step": peers.step,
     "curves": peers.curves,
     "peers": peers.peers,

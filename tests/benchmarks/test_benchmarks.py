@@ -22,7 +22,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import apart, contestants, gpu_machine, measure  # noqa: E402
 from benchmarks.contestants import cases  # noqa: E402
 from benchmarks.contestants.cases import LayerCase  # noqa: E402
-from benchmarks.gpu import attention, cuda_kernels, rehearsal, small_shapes  # noqa: E402
+from benchmarks.gpu import attention, rehearsal, small_shapes  # noqa: E402
 from benchmarks.gpu import operators as gpu_ops
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu import peers as gpu_peers
@@ -285,14 +285,14 @@ def test_attention_beside_torchs() -> None:
         )
         assert run["sdpa"](*inputs).shape == inputs[0].shape
     narrow = attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)
-    (row,) = attention.row("cpu", 3, measure.wall_seconds, narrow)
+    (row,) = attention.row("cpu", 3, narrow)
     assert row["gnsfast / sdpa"].ratio > 0 and "window 4" in str(row)
 
 
 def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """A device whose kernels are only written down: how many samples, and which."""
     launched: list[tuple[int, str]] = []
-    monkeypatch.setattr(cuda_kernels.measure, "cuda_seconds", measure.wall_seconds)
+    monkeypatch.setattr(gpu_ops.measure, "cuda_seconds", measure.wall_seconds)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
@@ -306,19 +306,19 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant that was counted is timed, and no other name."""
     source = (Path(__file__).parents[2] / "csrc" / "variants_sm90.cu").read_text(encoding="utf-8")
-    assert tuple(re.findall(r'{"(sm90 [^"]+)"', source)) == cuda_kernels.VARIANTS
+    assert tuple(re.findall(r'{"(sm90 [^"]+)"', source)) == gpu_ops.VARIANTS
     launched = launch_nothing(monkeypatch)
-    rows = [r for T in cuda_kernels.COUNTED for r in cuda_kernels.taken_apart("cpu", 3, T, size=8)]
+    rows = [r for T in gpu_ops.COUNTED for r in gpu_ops.taken_apart("cpu", 3, T, size=8)]
     timed = {(row["T"], row["variant"]) for row in rows}
-    assert {(T, name) for T, counted in cuda_kernels.COUNTED.items() for name in counted} <= timed
+    assert {(T, name) for T, counted in gpu_ops.COUNTED.items() for name in counted} <= timed
     assert all(B == 1 for B, name in launched if name.endswith("one sample"))
-    assert {name for _, name in launched} == {"sm90", *cuda_kernels.VARIANTS}
+    assert {name for _, name in launched} == {"sm90", *gpu_ops.VARIANTS}
 
 
 def test_cuda_kernels_beside_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels of a Hopper, each beside plain and what was counted for it."""
     launched = launch_nothing(monkeypatch)
-    (row,) = cuda_kernels.beside_triton("cpu", 3, TINY[1])
+    (row,) = gpu_ops.beside_triton("cpu", 3, TINY[1])
     assert {name for _, name in launched} == {"sm80", "sm90"}
     assert row["sm90 / plain"].ratio > 0 and row["triton / plain"].ratio > 0
     assert row["sm90 predicted"] > 1 and row["triton predicted"] > 1
