@@ -99,6 +99,15 @@ def perceptron_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def gpt_case(kind: type[GPT]) -> tuple[type[GPT], Any, tuple[Tensor, ...]]:
+    """A model, its loss and a batch."""
+    return kind, gpt_loss, gpt_batch(kind)
+
+
+def perceptron_case() -> tuple[type[Perceptron], Any, tuple[Tensor, ...]]:
+    return Perceptron, perceptron_loss, labelled()
+
+
 class OwnLayerNorm(nn.Module):
     """``torch.nn.LayerNorm`` without a bias, which torch once lacked."""
 

@@ -27,15 +27,7 @@ from torch import Tensor, nn
 import gnsfast
 from benchmarks import apart
 from benchmarks.budget import Budget, Rows
-from benchmarks.networks import (
-    GPT,
-    NarrowGPT2,
-    Perceptron,
-    gpt_batch,
-    gpt_loss,
-    labelled,
-    perceptron_loss,
-)
+from benchmarks.networks import GPT, NarrowGPT2, gpt_case, perceptron_case
 
 WARM_UP = 8  # after which CPython has specialised a function's bytecode
 CALLS = 3  # counted one by one: they differ by up to 0.5 %, their least by 0.25 % from run to run
@@ -133,7 +125,7 @@ def estimator(
 
 def asked() -> Runs:
     """A noise scale that is asked for after each update; beside it one that is not."""
-    case = TinyGPT, gpt_loss, gpt_batch(TinyGPT)
+    case = gpt_case(TinyGPT)
     return estimator(*case)[1], estimator(*case, asked=True)[1]
 
 
@@ -144,13 +136,13 @@ CASES: dict[str, Callable[[], Runs]] = {
     "Embedding": embedding,
     "LayerNorm, short samples": lambda: layer_norm(16, 64),
     "LayerNorm, long samples": lambda: layer_norm(4, 256),
-    "GPT step": lambda: estimator(TinyGPT, gpt_loss, gpt_batch(TinyGPT)),
+    "GPT step": lambda: estimator(*gpt_case(TinyGPT)),
     "GPT step, asked": asked,
     "GPT-2 step, 3 blocks": lambda: estimator(
-        *(lambda: NarrowGPT2(layers=3), gpt_loss, gpt_batch(NarrowGPT2)),
+        lambda: NarrowGPT2(layers=3), *gpt_case(NarrowGPT2)[1:]
     ),
-    "Perceptron, norms": lambda: norms(Perceptron, perceptron_loss, labelled()),
-    "Perceptron, estimator": lambda: estimator(Perceptron, perceptron_loss, labelled()),
+    "Perceptron, norms": lambda: norms(*perceptron_case()),
+    "Perceptron, estimator": lambda: estimator(*perceptron_case()),
 }
 
 # How a program speaks to valgrind, as machine code, so that no compiler is needed: mov rax, rdi;

@@ -18,14 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gnsfast
 from benchmarks import apart
 from benchmarks.budget import Budget, Rows
-from benchmarks.networks import (
-    NarrowGPT2,
-    Perceptron,
-    gpt_batch,
-    gpt_loss,
-    labelled,
-    perceptron_loss,
-)
+from benchmarks.networks import NarrowGPT2, gpt_case, perceptron_case
 from gnsfast.ops import backends
 from gnsfast.signatures import OPERATORS
 
@@ -68,10 +61,8 @@ def rows(launches: Launches) -> Rows:
     with every sample's norms.
     """
     found: Rows = {}
-    for name, make, loss_of, batch in (
-        ("GPT-2", NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
-        ("Perceptron", Perceptron, perceptron_loss, labelled()),
-    ):
+    cases = {"GPT-2": gpt_case(NarrowGPT2), "Perceptron": perceptron_case()}
+    for name, (make, loss_of, batch) in cases.items():
         plain, ours, samples = make(), make(), len(batch[0])
         gnsfast.configure(ours, example=batch[0])
         gns = gnsfast.GradientNoiseScale(ours)

@@ -131,7 +131,7 @@ def step(
             return gpu_step.beside_plain(*case, device, rounds)
         finally:
             torch._dynamo.reset()
-            release(device)
+            release()
 
     cases_ = itertools.product(names, modes)
     yield from Growing().over("Whole training step", cases_, rows_of)
@@ -161,7 +161,7 @@ def timed(
             except Exception as error:  # a package may refuse a model in any way
                 B, failed = 0, raised(error)
             finally:
-                release(device)
+                release()
         if failed:
             rows.append({**about, "B": problem.B, "contestant": contestant.name, "failed": failed})
     return rows

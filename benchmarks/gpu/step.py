@@ -48,13 +48,13 @@ def side_by_side(
     ways: dict[str, Callable[[], object]] = {}
     peaks, launched = {}, {}
     for name, make in prepare.items():
-        before = allocated(device)
+        before = torch.cuda.memory_allocated()  # 0 without a device
         ways[name] = make()
         ways[name]()
         for _ in range(passes):
             reset_peak(device)
             launched[name] = launches(ways[name])
-        peaks[name] = peak(device) - before
+        peaks[name] = torch.cuda.max_memory_allocated() - before
     plain, rows = next(iter(peaks.values())), []
     for name, timing in measure.interleave(ways, rounds, seconds_of).items():
         row: dict[str, Any] = {"contestant": name, "ms": round(timing.milliseconds, 3)}
@@ -255,17 +255,9 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
 def reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-
-
-def peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
 def warm_up(device: str) -> None:
@@ -275,11 +267,10 @@ def warm_up(device: str) -> None:
         a @ a
 
 
-def release(device: str) -> None:
+def release() -> None:
     """Free unused memory; hooked models hold themselves, in cycles."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

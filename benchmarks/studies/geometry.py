@@ -29,17 +29,8 @@ from benchmarks.studies.geometry_tables import Point, geometric_mean, logs
 from benchmarks.studies.training import Rate, Training, cached, spread, train
 from gnsfast.cli import tiny_gpt
 from gnsfast.cli.optimizers import MuonAdamW, Signum
-from gnsfast.critical_batch.branches import (
-    CriticalBatch,
-    TorchRun,
-    averaged,
-    measure_critical_batch,
-)
-from gnsfast.critical_batch.branches.measurement import (
-    RESULT,
-    noise_scale_records,
-    noise_scales_from_record,
-)
+from gnsfast.critical_batch import averaged, measure_critical_batch
+from gnsfast.critical_batch.branches import CriticalBatch, TorchRun, measurement
 from gnsfast.critical_batch.control import BatchSizeController, SampleStream
 
 BATCH = 8
@@ -71,33 +62,26 @@ EVALUATIONS = 48
 
 
 class Optimizer(NamedTuple):
-    """An optimizer's learning rate, its rule for another batch size, and the noise scales beside
-    the Euclidean one that it has: Adam's needs second moments.
+    """What makes it of a model and a learning rate, that rate, its rule for another batch size, and
+    the noise scales beside the Euclidean one that it has: Adam's needs second moments.
     """
 
+    make: Callable[[nn.Module, float], torch.optim.Optimizer]
     lr: float
     rule: str
     metrics: tuple[str, ...] = ("sign", "spectral")
 
 
 OPTIMIZERS = {
-    "sgd": Optimizer(0.3, "linear"),
-    "adamw": Optimizer(3e-3, "sqrt", ("adam", "sign", "spectral")),
-    "signum": Optimizer(1e-3, "sqrt"),
-    "muon": Optimizer(1e-2, "sqrt"),
+    "sgd": Optimizer(lambda m, lr: torch.optim.SGD(m.parameters(), lr), 0.3, "linear"),
+    "adamw": Optimizer(
+        lambda m, lr: torch.optim.AdamW(m.parameters(), lr, weight_decay=0.0),
+        *(3e-3, "sqrt", ("adam", "sign", "spectral")),
+    ),
+    "signum": Optimizer(lambda m, lr: Signum(m.parameters(), lr), 1e-3, "sqrt"),
+    "muon": Optimizer(lambda m, lr: MuonAdamW(m, lr, adam_lr=3e-3), 1e-2, "sqrt"),
 }
 """Of three learning rates each is the best at every width, or within 0.01 of its loss."""
-
-
-def make(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer ``name`` of all parameters of ``model``."""
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr)
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    if name == "signum":
-        return Signum(model.parameters(), lr=lr)
-    return MuonAdamW(model, lr=lr, adam_lr=3e-3)
 
 
 def warm_up(tokens: int) -> float:
@@ -123,7 +107,8 @@ class Study(Training):
         """A run of ``BATCH`` samples; ``seed`` is that of the weights and of the data."""
         torch.manual_seed(seed)
         model = tiny_gpt.TinyGPT(width=self.width, layers=2)
-        optimizer = make(name, model, OPTIMIZERS[name].lr if lr is None else lr)
+        own = OPTIMIZERS[name]
+        optimizer = own.make(model, own.lr if lr is None else lr)
         return self.of(model, optimizer, rate, seed)
 
     def gns(self, name: str, run: TorchRun, **options: Any) -> gnsfast.GradientNoiseScale:
@@ -146,7 +131,8 @@ def points(study: Study, name: str, seeds: int, finished: bool = False) -> Itera
         names = range(FIRST_SEED, FIRST_SEED + seeds)
         folders = {seed: study.folder / f"{at}-{seed}" for seed in names}
         if finished:
-            folders = {seed: each for seed, each in folders.items() if (each / RESULT).is_file()}
+            there = (seed for seed in names if (folders[seed] / measurement.RESULT).is_file())
+            folders = {seed: folders[seed] for seed in there}
         if len(folders) < LEAST_SEEDS:
             continue
         taken_to(run, study, step, folders)
@@ -166,8 +152,8 @@ def points(study: Study, name: str, seeds: int, finished: bool = False) -> Itera
                 )
             )
         path = study.folder / f"noise-scale-{at}.json"
-        make = lambda: noise_scale_records(noise_scale(study, name, run))
-        scales = noise_scales_from_record(cached(path, make))
+        make = lambda: measurement.noise_scale_records(noise_scale(study, name, run))
+        scales = measurement.noise_scales_from_record(cached(path, make))
         yield point(name, study.width, step, measured, scales)
 
 

@@ -5,6 +5,7 @@ of a known noise scale, beside plain Fieller limits, which show a value wherever
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -114,22 +115,18 @@ def _median(values: Tensor) -> str | None:
 def tables() -> Tables:
     torch.manual_seed(0)
     found: Tables = {}
-    for updates in UPDATES:
+
+    def add(title: str, ratio: int, windows: Iterator[list[Moments]], **at: Any) -> None:
+        rows = found.setdefault(title, [])
+        rows.append(at | {"B_simple / n": ratio} | row(windows, float(ratio * N)))
+        print(rows[-1], flush=True)
+
+    for updates, dimensions, ratio in product(UPDATES, DIMENSIONS, RATIOS):
         title = f"Normal samples, windows of {updates} updates of {N} samples, {WINDOWS:,} windows"
-        found[title] = []
-        for dimensions in DIMENSIONS:
-            for ratio in RATIOS:
-                at = {"dimensions": dimensions, "B_simple / n": ratio}
-                found[title].append(
-                    at | row(gaussian(ratio, dimensions, updates), float(ratio * N))
-                )
-                print(found[title][-1], flush=True)
+        add(title, ratio, gaussian(ratio, dimensions, updates), dimensions=dimensions)
     title = f"Other samples, windows of 64 updates of {N} samples, {DRAWN:,} windows"
-    found[title] = []
-    for kind in ("t(3)", "lognormal", "1 to 9 tokens"):
-        for dimensions in IN_DIMENSIONS:
-            for ratio in (1, 8):
-                at = {"samples": kind, "dimensions": dimensions, "B_simple / n": ratio}
-                found[title].append(at | row(drawn(kind, ratio, dimensions, 64), float(ratio * N)))
-                print(found[title][-1], flush=True)
+    kinds = "t(3)", "lognormal", "1 to 9 tokens"
+    for kind, dimensions, ratio in product(kinds, IN_DIMENSIONS, (1, 8)):
+        windows = drawn(kind, ratio, dimensions, 64)
+        add(title, ratio, windows, samples=kind, dimensions=dimensions)
     return found
