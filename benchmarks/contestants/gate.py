@@ -53,12 +53,16 @@ class Verdict:
     samples: int = 0
 
 
-def single_samples(problem: Problem, some: Iterable[int] | None = None) -> Truth:
+def single_samples(
+    problem: Problem, some: Iterable[int] | None = None, dtype: torch.dtype = torch.float64
+) -> Truth:
     """The truth of all samples, or of ``some``."""
-    model, index = copy.deepcopy(problem.model).double(), [*(some or range(problem.B))]
+    model, index = copy.deepcopy(problem.model).to(dtype), [*(some or range(problem.B))]
     model.zero_grad()
     batch = tuple(
-        (t.double() if t.is_floating_point() else t)[index].detach().requires_grad_(t.requires_grad)
+        (t.to(dtype) if t.is_floating_point() else t)[index]
+        .detach()
+        .requires_grad_(t.requires_grad)
         for t in problem.batch
     )
     session = SingleSamples(model, problem.loss_of, batch, problem.B)

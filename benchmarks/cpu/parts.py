@@ -2,7 +2,6 @@
 """The parts of ``python -m benchmarks cpu``: each returns its tables."""
 
 import argparse
-import copy
 import statistics
 import time
 import traceback
@@ -17,7 +16,6 @@ from benchmarks import measure, record
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
 from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
-from benchmarks.contestants.sessions import SingleSamples
 from benchmarks.cpu import fresh
 from benchmarks.record import Rows, Tables
 
@@ -118,15 +116,10 @@ def autocast(threads: list[int], rounds: int) -> Tables:
 
 
 def check_autocast(problem: Problem) -> None:
-    """Every norm within ``HALF`` of single samples'."""
-    ours = problem.prepare(GNSFAST)
-    single = SingleSamples(copy.deepcopy(problem.model), problem.loss_of, problem.batch, problem.B)
-    ours.run()
-    single.run()
-    for name, want_B in single.sqnorms().items():
-        off = ((ours.sqnorms()[name] - want_B).abs() / want_B).max().item()
-        if not off <= HALF:
-            raise SystemExit(f"gnsfast under autocast: {name} is off by {off:.1e}")
+    """Every norm, and gradient, within ``HALF`` of single samples'."""
+    truth = gate.single_samples(problem, dtype=torch.float32)
+    if complaint := gate.judge(GNSFAST, problem, truth, HALF).complaint:
+        raise SystemExit(f"gnsfast under autocast: {complaint}")
 
 
 HALF = 1e-2
