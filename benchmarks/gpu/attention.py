@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from benchmarks import measure
-from benchmarks.gpu.operators import clock, ratios
+from benchmarks.gpu import operators
 from benchmarks.record import Growing, Tables
 from gnsfast.functional import attention
 
@@ -102,13 +102,13 @@ def both(
     return torch.autograd.grad(forward(*inputs), taken, do)
 
 
-def tables(device: str, rounds: int = 11) -> Iterator[Tables]:
-    return Growing().over("Attention", CASES, partial(row, device, rounds))
+def tables(device: str) -> Iterator[Tables]:
+    return Growing().over("Attention", CASES, partial(row, device))
 
 
-def row(device: str, rounds: int, case: AttentionCase) -> list[dict[str, Any]]:
+def row(device: str, case: AttentionCase) -> list[dict[str, Any]]:
     """Ratios to ``F.scaled_dot_product_attention``, which has no sinks and no window."""
-    timings = measure.interleave(ways(case, device), rounds, clock(device))
+    timings = measure.interleave(ways(case, device), operators.ROUNDS, operators.clock(device))
     about = {"attention with sinks, bf16, forward and backward": case.name, "B": case.B}
     about["sdpa ms"] = round(timings["sdpa"].milliseconds, 3)
-    return [about | ratios(timings)]
+    return [about | operators.ratios(timings)]

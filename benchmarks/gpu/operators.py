@@ -21,7 +21,10 @@ from benchmarks.record import Growing, Rows, Tables
 from gnsfast.ops import extension, operators
 from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward, empty_rows
 
+ROUNDS = 11
 TOKENS = 16384
+BATCH = 16, 1024
+"""Samples and tokens, for layers other than linear ones."""
 
 SIZES = (("GPT-2 out", 768, 768), ("GPT-2 up", 768, 3072), ("Llama-1B out", 2048, 2048))
 SIZES += (("Llama-7B out", 4096, 4096), ("Llama-8B up", 4096, 14336), ("down", 14336, 4096))
@@ -80,27 +83,21 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "this CPU"
 
 
-def ops(
-    device: str, cases_: list[LayerCase] = OPS, rounds: int = 11, others: bool = True
-) -> Iterator[Tables]:
+def ops(device: str) -> Iterator[Tables]:
     """The weight gradient with norms beside plain dW, bf16, and what was counted for it; then
     norm layers and embeddings.
     """
-    found = Growing()
-    alone = partial(weight_gradient, device, rounds)
-    yield from found.over("The weight gradient alone", cases_, alone)
-    if others:
-        tokens = (device, rounds, TOKENS)
-        title = "Other layers' backward"
-        yield from found.over(title, WIDTHS, partial(layer_norm, *tokens))
-        yield from found.over(title, VOCABULARIES, partial(embedding, *tokens))
+    found, title = Growing(), "Other layers' backward"
+    yield from found.over("The weight gradient alone", OPS, partial(weight_gradient, device))
+    yield from found.over(title, WIDTHS, partial(layer_norm, device))
+    yield from found.over(title, VOCABULARIES, partial(embedding, device))
 
 
-def timed(case: LayerCase, device: str, rounds: int, *names: str) -> dict[str, measure.Timing]:
+def timed(case: LayerCase, device: str, *names: str) -> dict[str, measure.Timing]:
     """Ways to a case's weight gradient, bf16 in and out."""
     x, dy = cases.operands(case, device=device, dtype=torch.bfloat16)
     ways = {name: partial(way(name), x, dy, x.new_empty((case.O, case.I))) for name in names}
-    return measure.interleave(ways, rounds, clock(device))
+    return measure.interleave(ways, ROUNDS, clock(device))
 
 
 def way(name: str) -> Callable[[Tensor, Tensor, Tensor], object]:
@@ -144,8 +141,8 @@ def ratios(timings: dict[str, measure.Timing]) -> dict[str, Any]:
     return {f"{name} / {first}": timings[name] for name in others}
 
 
-def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
-    timings = timed(case, device, rounds, "plain", "gnsfast")
+def weight_gradient(device: str, case: LayerCase) -> Rows:
+    timings = timed(case, device, "plain", "gnsfast")
     row: dict[str, Any] = {"weight gradient, bf16": case.name, "T": case.T, "B": case.B}
     row |= {"route": route(case, device), "plain ms": round(timings["plain"].milliseconds, 4)}
     return [row | rates(case, timings) | {"predicted": predicted(case, device_name(device))}]
@@ -158,9 +155,9 @@ def route(case: LayerCase, device: str) -> str:
     return linear_route(case.B, case.T, case.I, case.O, x)
 
 
-def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
+def layer_norm(device: str, N: int) -> Rows:
     """Beside torch's own backward, and beside the plain aten that runs under ``torch.compile``."""
-    B, T = tokens // min(1024, tokens), min(1024, tokens)
+    B, T = BATCH
     x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     w, b = (torch.randn(N, device=device, dtype=torch.bfloat16) for _ in range(2))
     _, mean, rstd = torch.native_layer_norm(x, [N], w, b, 1e-5)
@@ -172,12 +169,12 @@ def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
         "gnsfast": lambda: ours(*args),
         "gnsfast, compiled aten": partial(torch.compile(ours, dynamic=False), *args),
     }
-    return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, rounds, clock(device)))]
+    return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, ROUNDS, clock(device)))]
 
 
-def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> Rows:
+def embedding(device: str, table: tuple[int, int]) -> Rows:
     """Beside torch's own backward."""
-    B, T = tokens // min(1024, tokens), min(1024, tokens)
+    B, T = BATCH
     V, D = table
     ids = torch.randint(0, V, (B, T), device=device)
     dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
@@ -185,7 +182,7 @@ def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> 
         "plain": lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False),
         "gnsfast": lambda: operators.embedding_wgrad(EmbeddingWgrad(dy, ids, V, -1, dy.dtype)),
     }
-    return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))]
+    return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, ROUNDS, clock(device)))]
 
 
 def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, Any]:
@@ -193,20 +190,20 @@ def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, 
     return row | ratios(timings)
 
 
-def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> Iterator[Tables]:
+def routes(device: str) -> Iterator[Tables]:
     """Gram against fused, each as the whole weight gradient, and every tile of the fused route."""
     found = Growing()
-    yield from found.over("Crossover of the routes", cases_, partial(crossover, device, rounds))
-    sizes = {(case.I, case.O): case for case in cases_}.values()
-    yield from found.over("Tiles of the fused route", sizes, partial(tiles, device, rounds))
+    yield from found.over("Crossover of the routes", ROUTES, partial(crossover, device))
+    sizes = {(case.I, case.O): case for case in ROUTES}.values()
+    yield from found.over("Tiles of the fused route", sizes, partial(tiles, device))
 
 
-def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
-    timings = timed(case, device, rounds, "plain", "gram", "fused")
+def crossover(device: str, case: LayerCase) -> Rows:
+    timings = timed(case, device, "plain", "gram", "fused")
     return [_row("weight gradient", case.name, timings) | {"counted rule": route(case, device)}]
 
 
-def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
+def tiles(device: str, case: LayerCase) -> Rows:
     from triton.runtime.errors import OutOfResources
 
     from gnsfast.triton_kernels import outer
@@ -222,7 +219,7 @@ def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
         run = partial(outer.fused_wgrad, x, dy, dw, norms, config=config)
         try:
             run()
-            seconds = statistics.median(clock(device)(run) for _ in range(rounds))
+            seconds = statistics.median(clock(device)(run) for _ in range(ROUNDS))
             row["TFLOP/s"] = round(flop / seconds / 1e12, 1)
         except OutOfResources:  # of shared memory or registers
             row["TFLOP/s"] = "too large"
@@ -230,32 +227,32 @@ def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
     return rows
 
 
-def cuda(device: str, rounds: int = 11) -> Iterator[Tables]:
+def cuda(device: str) -> Iterator[Tables]:
     """The CUDA extension's kernels, bf16; on Hopper its kernel taken apart too."""
     found = Growing()
     title = "The CUDA kernels"
     if why := extension.missing():
         yield {title: [{"check": "extension", "result": why}]}
         return
-    yield from found.over(title, CUDA, partial(beside_triton, device, rounds))
+    yield from found.over(title, CUDA, partial(beside_triton, device))
     if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
-        apart = partial(taken_apart, device, rounds)
-        yield from found.over("The Hopper kernel taken apart", COUNTED, apart)
+        title = "The Hopper kernel taken apart"
+        yield from found.over(title, COUNTED, partial(taken_apart, device))
 
 
-def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
+def beside_triton(device: str, case: LayerCase) -> Rows:
     """Ratios to plain dW."""
     own = extension.kernel_for(torch.cuda.get_device_capability())
     row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
     names = "plain", "triton", *sorted({own, "sm80"})
-    row |= rates(case, timed(case, device, rounds, *names))
+    row |= rates(case, timed(case, device, *names))
     for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
         name = torch.cuda.get_device_name()
         row[f"{kernel} predicted"] = predicted(case, name, kernel, route="fused")
     return [row]
 
 
-def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
+def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:
     """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
     case = LayerCase("square", size, size, T, max(COUNTED))
     names = [name for name in VARIANTS if (case.B > 1) != name.endswith("one sample")]
@@ -268,5 +265,5 @@ def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
             "time / sm90": timing,
             "counted": COUNTED[T].get(name, ""),
         }
-        for name, timing in timed(case, device, rounds, "sm90", *names, "plain").items()
+        for name, timing in timed(case, device, "sm90", *names, "plain").items()
     ]

@@ -150,14 +150,12 @@ def conclude(parts: Sequence[str], folder: Path) -> None:
         raise SystemExit(1)
 
 
-def correctness(
-    device: str, suites: Sequence[str] = SUITES, processes: int = PROCESSES
-) -> Iterator[Tables]:
+def correctness(device: str) -> Iterator[Tables]:
     """The kernels' tests against float64, and which of them failed."""
-    processes = min(processes, len(os.sched_getaffinity(0)))
+    processes = min(PROCESSES, len(os.sched_getaffinity(0)))
     run = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider"]
     run += ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
-    run += ["-n", str(processes), "--dist", "worksteal", *(f"tests/{name}" for name in suites)]
+    run += ["-n", str(processes), "--dist", "worksteal", *(f"tests/{name}" for name in SUITES)]
     failed: Rows = []
 
     def heard(line: str) -> None:

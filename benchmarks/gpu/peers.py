@@ -5,7 +5,7 @@ step of GPT-2, and single linear layers in bfloat16 as T and B grow.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,11 @@ from benchmarks.contestants.sessions import Gnsfast
 from benchmarks.gpu import step as gpu_step
 from benchmarks.gpu.backends import OURS, forced, kernel_of, present
 from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
-from benchmarks.gpu.step import SmallGPT, gpt_problem, release, side_by_side, warm_up
+from benchmarks.gpu.step import SMALL, gpt_problem, release, side_by_side, warm_up
 from benchmarks.measure import Clock
 from benchmarks.model import tables
 from benchmarks.model.gpu import of_device
-from benchmarks.networks import GPT, GPT2
+from benchmarks.networks import GPT2
 from benchmarks.record import Growing, Rows, Tables, first_line, raised
 
 LAYERS = (
@@ -40,6 +40,10 @@ OVER_B = [
     for layer, T in zip(LAYERS[::2], (1024, 2048))
     for B in (1, 2, 4, 8, 16, 32)
 ]
+MODES = (False, True)
+"""Eager and compiled."""
+ROUNDS, FEWER = 9, 7
+"""Of a whole step, and of a layer."""
 SERIAL = 64
 """More samples than this are not passed one by one."""
 
@@ -76,21 +80,19 @@ class UntiedGPT2(GPT2):
         self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
 
-def peers(
-    device: str, rounds: int = 9, timed_on: type[GPT] = UntiedGPT2, checked_on: type[GPT] = SmallGPT
-) -> Iterator[Tables]:
+def peers(device: str) -> Iterator[Tables]:
     """Forward and backward that leave gradients and norms: every contestant that is right, in
     float32 and under autocast, which is timed.
     """
     growing = Growing()
-    found, cast = checked(device, entered(device), partial(gpt_problem, checked_on, device))
+    found, cast = checked(device, entered(device), partial(SMALL["gpt2"], device))
     growing.tables["Coverage"] = gate.coverage(found)
     growing.tables["Coverage, autocast"] = gate.coverage(cast)
     yield growing.tables
-    problem = gpt_problem(timed_on, device, autocast=True)
+    problem = gpt_problem(UntiedGPT2, device, autocast=True)
 
     def rows_of(contestant: Contestant) -> Rows:
-        rows = timed(problem, [contestant], rounds, device, wall_clock(device))
+        rows = timed(problem, [contestant], ROUNDS, device, wall_clock(device))
         if contestant is not PLAIN:
             about = {"per sample": contestant.per_sample}
             about["covered"] = found[contestant.name].covered
@@ -110,12 +112,7 @@ def checked(
     return found, gate.judged(problem_of(True), right, HALF, HALF)
 
 
-def step(
-    device: str,
-    rounds: int = 11,
-    names: Iterable[str] = gpu_step.PROBLEMS,
-    modes: tuple[bool, ...] = (False, True),
-) -> Iterator[Tables]:
+def step(device: str) -> Iterator[Tables]:
     """Whole training steps, plain and measured, eager and compiled: bf16 autocast, AdamW. Before,
     gnsfast's back-ends are checked on a small model of the same layers.
     """
@@ -123,17 +120,17 @@ def step(
     @functools.cache
     def right(name: str) -> None:
         those = [c for c in entered(device) if c.name in OURS.values()]
-        checked(device, those, partial(gpu_step.SMALL[name], device))
+        checked(device, those, partial(SMALL[name], device))
 
     def rows_of(case: tuple[str, bool]) -> Rows:
         right(case[0])
         try:
-            return gpu_step.beside_plain(*case, device, rounds)
+            return gpu_step.beside_plain(*case, device)
         finally:
             torch._dynamo.reset()
             release()
 
-    cases_ = itertools.product(names, modes)
+    cases_ = itertools.product(gpu_step.PROBLEMS, MODES)
     yield from Growing().over("Whole training step", cases_, rows_of)
 
 
@@ -181,19 +178,14 @@ def beside_plain(
     return side_by_side(prepare, device, rounds, seconds_of)[-1]
 
 
-def curves(
-    device: str,
-    over_t: list[LayerCase] = OVER_T,
-    over_b: list[LayerCase] = OVER_B,
-    rounds: int = 7,
-) -> Iterator[Tables]:
+def curves(device: str) -> Iterator[Tables]:
     """Single linear layers, forward and backward with the input's gradient."""
     found = Growing()
-    yield from found.over("Overhead against T", over_t, partial(curve, device, rounds))
-    yield from found.over("Cost against B", over_b, partial(curve, device, rounds))
+    yield from found.over("Overhead against T", OVER_T, partial(curve, device))
+    yield from found.over("Cost against B", OVER_B, partial(curve, device))
 
 
-def curve(device: str, rounds: int, case: LayerCase) -> Rows:
+def curve(device: str, case: LayerCase) -> Rows:
     # In the dtype and by the route that are timed; more than two samples where that needs them.
     few = replace(case, tokens=case.T * min(case.B, 2))
     while few.B < case.B and route(few, device) != route(case, device):
@@ -203,7 +195,7 @@ def curve(device: str, rounds: int, case: LayerCase) -> Rows:
     right = [
         v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
     ]
-    rows = timed(problem_of(case), right, rounds, device, clock(device))
+    rows = timed(problem_of(case), right, FEWER, device, clock(device))
     for row in rows:
         if row["contestant"] in (OURS["triton"], OURS["cuda"]) and row.get("ratio"):
             row["predicted"] = predicted(case, row["contestant"], device)

@@ -3,7 +3,7 @@
 Triton's interpreter. It shows that they run; its measurements mean nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from benchmarks import contestants, networks
 from benchmarks.contestants.cases import LayerCase
 from benchmarks.gpu import attention, operators, peers, step
 from benchmarks.gpu import parts as gpu
-from benchmarks.record import Tables
 from gnsfast.ops import backends, extension
 
 CASES = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
@@ -28,22 +27,6 @@ class TinyGPT(networks.GPT):
 
     def __init__(self) -> None:
         super().__init__(16, 2, 1)
-
-
-def parts() -> dict[str, Callable[[str], Iterator[Tables]]]:
-    """``gpu.PARTS`` with a case or three each. Nothing is compiled and no process timed."""
-    return {
-        "correctness": partial(gpu.correctness, suites=CHECKED, processes=1),
-        "ops": partial(operators.ops, cases_=CASES, rounds=2, others=False),
-        "routes": partial(operators.routes, cases_=CASES[1:2], rounds=2),
-        "attention": partial(attention.tables, rounds=2),
-        "cuda": partial(operators.cuda, rounds=2),
-        "step": partial(peers.step, rounds=2, modes=(False,)),
-        "curves": partial(peers.curves, over_t=CASES[1:2], over_b=CASES[2:], rounds=2),
-        "peers": partial(peers.peers, rounds=2, timed_on=TinyGPT, checked_on=TinyGPT),
-        "host": partial(step.host, rounds=1),
-        "sanitizers": gpu.sanitizers,
-    }
 
 
 @contextmanager
@@ -80,12 +63,22 @@ def arranged() -> Iterator[None]:
         stack.enter_context(mock.patch.dict("os.environ", interpreted))
         stack.enter_context(tiny())
         stack.enter_context(few())
-        stack.enter_context(mock.patch.dict(gpu.PARTS, parts()))
-        stack.enter_context(mock.patch.object(attention, "CASES", ATTENTION))
-        stack.enter_context(mock.patch.object(extension, "missing", lambda: "a rehearsal"))
-        stack.enter_context(mock.patch.object(step, "start_up", no_process))
+        for module, name, value in REPLACED:
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
 
 
 def no_process(device: str, how: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"model": "GPT-2", "mode": how[0], "contestant": how[1] or "plain"}]
+
+
+REPLACED = (
+    *((gpu, "SUITES", CHECKED), (gpu, "PROCESSES", 1)),
+    *((operators, "OPS", CASES), (operators, "WIDTHS", ()), (operators, "VOCABULARIES", ())),
+    *((operators, "ROUTES", CASES[1:2]), (operators, "ROUNDS", 2)),
+    *((peers, "OVER_T", CASES[1:2]), (peers, "OVER_B", CASES[2:]), (peers, "MODES", (False,))),
+    *((peers, "ROUNDS", 2), (peers, "FEWER", 2), (peers, "UntiedGPT2", TinyGPT)),
+    *((attention, "CASES", ATTENTION), (extension, "missing", lambda: "a rehearsal")),
+    (step, "start_up", no_process),
+)
+"""A case or three of each part. Nothing is compiled and no process timed."""

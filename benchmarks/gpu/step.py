@@ -26,6 +26,7 @@ from benchmarks import measure
 from benchmarks.apart import printed
 from benchmarks.contestants import cases
 from benchmarks.contestants.cases import Problem
+from benchmarks.gpu import operators
 from benchmarks.gpu.backends import OURS, forced, kernel_of, launches, present
 from benchmarks.gpu.operators import device_name, wall_clock
 from benchmarks.model.gpu import of_device
@@ -67,7 +68,7 @@ def side_by_side(
     return rows
 
 
-def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
+def beside_plain(name: str, compiled: bool, device: str) -> Rows:
     warm_up(device)
     backends = {"plain": "", **{OURS[each]: each for each in present(device, "triton", "cuda")}}
     prepare = {
@@ -76,7 +77,7 @@ def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
     }
     about = {"training step": name, "mode": "compiled" if compiled else "eager"}
     found: Rows = []
-    for row in side_by_side(prepare, device, rounds, wall_clock(device), passes=2):
+    for row in side_by_side(prepare, device, operators.ROUNDS, wall_clock(device), passes=2):
         if (key := row["contestant"]) != "plain":
             row["predicted"] = predicted(name, device_name(device), key, compiled)
         found.append(about | row)
@@ -163,14 +164,14 @@ def llama_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return F.mse_loss(model(x).float(), y)
 
 
-def host(device: str, rounds: int = 11) -> Iterator[Tables]:
+def host(device: str) -> Iterator[Tables]:
     """What the host waits for and does: synchronisations of a step, the estimator's own calls, and
     the first steps of fresh processes, which compile everything.
     """
     found = Growing()
     counted = partial(synchronising, device)
     yield from found.over("Host synchronisations", ("plain", "gnsfast"), counted)
-    yield from found.over("Estimator", ("GPT-2",), lambda _: [estimator(device, rounds)])
+    yield from found.over("Estimator", ("GPT-2",), lambda _: [estimator(device)])
     processes = itertools.product(("eager", "compiled"), ("", "triton"))
     yield from found.over("Start-up time", processes, partial(start_up, device))
 
@@ -204,7 +205,7 @@ def synchronisations(run: Callable[[], object], device: str, steps: int = 5) -> 
     return len(found)
 
 
-def estimator(device: str, rounds: int) -> dict[str, Any]:
+def estimator(device: str) -> dict[str, Any]:
     """``microbatch``'s two ends and ``update`` in steps of GPT-2: the host's time, and the
     device's for what they launch; neither holds the layers' own share.
     """
@@ -219,7 +220,7 @@ def estimator(device: str, rounds: int) -> dict[str, Any]:
         return once(lambda: host.append(measure.wall_seconds(run))), *host
 
     found = []
-    for _ in range(rounds + 2):
+    for _ in range(operators.ROUNDS + 2):
         backward = lambda: problem.loss_of(problem.model, problem.batch).backward()
         ends = measure.own_share(gns, problem.B, backward, timed)
         found.append([sum(each) for each in zip(*ends)])

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.usefixtures("global_flags")
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GNSFAST_BACKEND", "triton")
+    monkeypatch.setattr(gpu_ops, "ROUNDS", 3)
+    monkeypatch.setattr(gpu_peers, "FEWER", 3)
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_wrong_norms_stop_the_run(monkeypatch: pytest.MonkeyPatch, few: None) ->
 
     monkeypatch.setattr(gpu_peers.Gnsfast, "sqnorms", doubled)
     with pytest.raises(SystemExit, match="gnsfast, Triton is wrong"):
-        gpu_peers.curve("cpu", 3, TINY[0])
+        gpu_peers.curve("cpu", TINY[0])
 
 
 def test_a_wrong_model_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch, few: None) -> None:
@@ -151,7 +153,7 @@ def test_a_wrong_model_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch, 
     wrong, right = (lambda *_: None for _ in range(2))
     monkeypatch.setattr(gpu_peers, "checked", checked)
     monkeypatch.setattr(gpu_peers, "partial", lambda problem_of, device: problem_of)
-    monkeypatch.setattr(gpu_step, "SMALL", {"gpt2": wrong, "llama": right})
+    monkeypatch.setattr(gpu_peers, "SMALL", {"gpt2": wrong, "llama": right})
     timed = lambda name, compiled, *_: [{"training step": name, "compiled": compiled}]
     monkeypatch.setattr(gpu_step, "beside_plain", timed)
     *_, tables = gpu_peers.step("cpu")
@@ -218,7 +220,7 @@ def test_start_up(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
 
     monkeypatch.setattr(apart.subprocess, "run", process)
     monkeypatch.setattr(gpu_step, "synchronising", lambda *_: [{}])
-    monkeypatch.setattr(gpu_step, "estimator", lambda *_: {})
+    monkeypatch.setattr(gpu_step, "estimator", lambda device: {})
     *_, tables = gpu_step.host("cpu")
     assert ran == [("cpu", m, b) for m in ("eager", "compiled") for b in ("", "triton")]
     contestants_ = [row["contestant"] for row in tables["Start-up time"]]
@@ -228,10 +230,11 @@ def test_start_up(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
 def test_other_operators_and_small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed and what is watched runs; the kernels' own tests interpret them."""
     monkeypatch.setattr(torch, "compile", lambda fn, dynamic: fn)
-    monkeypatch.setattr(gpu_ops, "TOKENS", 40)
+    monkeypatch.setattr(gpu_ops, "OPS", [])
+    monkeypatch.setattr(gpu_ops, "BATCH", (2, 20))
     monkeypatch.setattr(gpu_ops, "WIDTHS", (40,))
     monkeypatch.setattr(gpu_ops, "VOCABULARIES", ((50, 24),))
-    *_, tables = gpu_ops.ops("cpu", [], 3)
+    *_, tables = gpu_ops.ops("cpu")
     (rows,) = tables.values()
     assert len(rows) == 2 and all("gnsfast / plain" in row for row in rows)
     monkeypatch.setenv("GNSFAST_BACKEND", "reference")
@@ -285,7 +288,7 @@ def test_attention_beside_torchs() -> None:
         )
         assert run["sdpa"](*inputs).shape == inputs[0].shape
     narrow = attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)
-    (row,) = attention.row("cpu", 3, narrow)
+    (row,) = attention.row("cpu", narrow)
     assert row["gnsfast / sdpa"].ratio > 0 and "window 4" in str(row)
 
 
@@ -308,7 +311,7 @@ def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     source = (Path(__file__).parents[2] / "csrc" / "variants_sm90.cu").read_text(encoding="utf-8")
     assert tuple(re.findall(r'{"(sm90 [^"]+)"', source)) == gpu_ops.VARIANTS
     launched = launch_nothing(monkeypatch)
-    rows = [r for T in gpu_ops.COUNTED for r in gpu_ops.taken_apart("cpu", 3, T, size=8)]
+    rows = [r for T in gpu_ops.COUNTED for r in gpu_ops.taken_apart("cpu", T, size=8)]
     timed = {(row["T"], row["variant"]) for row in rows}
     assert {(T, name) for T, counted in gpu_ops.COUNTED.items() for name in counted} <= timed
     assert all(B == 1 for B, name in launched if name.endswith("one sample"))
@@ -318,7 +321,7 @@ def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_kernels_beside_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels of a Hopper, each beside plain and what was counted for it."""
     launched = launch_nothing(monkeypatch)
-    (row,) = gpu_ops.beside_triton("cpu", 3, TINY[1])
+    (row,) = gpu_ops.beside_triton("cpu", TINY[1])
     assert {name for _, name in launched} == {"sm80", "sm90"}
     assert row["sm90 / plain"].ratio > 0 and row["triton / plain"].ratio > 0
     assert row["sm90 predicted"] > 1 and row["triton predicted"] > 1

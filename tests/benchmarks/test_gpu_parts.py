@@ -221,7 +221,9 @@ def test_a_test_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     path.write_text("import time\ndef test_a(): time.sleep(30)\ndef test_b(): pass\n")
     monkeypatch.setattr(gpu, "TEST_SECONDS", 0.5)
     suite = os.path.relpath(path, Path(gpu.ROOT) / "tests")
-    *_, tables = gpu.correctness("cuda", [suite], 1)
+    monkeypatch.setattr(gpu, "SUITES", [suite])
+    monkeypatch.setattr(gpu, "PROCESSES", 1)
+    *_, tables = gpu.correctness("cuda")
     (row,) = tables["Tests against float64"]
     assert row["exit status"] == 1 and "1 failed, 1 passed" in row["result"]
     (failed,) = tables["Tests that failed"]
