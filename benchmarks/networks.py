@@ -17,13 +17,19 @@ class GPT(nn.Module):
     """4 layers, width 384, 6 heads, 256 tokens, 4096 words, untied head: 10.4M parameters."""
 
     B, T, vocabulary = 8, 256, 4096
+    sizes = 384, 6, 4
+    """Width, heads and layers."""
+    tied = False
 
-    def __init__(self, width: int = 384, heads: int = 6, layers: int = 4) -> None:
+    def __init__(self, *sizes: int) -> None:
         super().__init__()
+        width, heads, layers = sizes or self.sizes
         self.tokens = nn.Embedding(self.vocabulary, width)
         self.positions = nn.Embedding(self.T, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)
+        if self.tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         # A row of positions per sample, in memory of its own: with [1, T], which gnsfast takes too,
@@ -38,10 +44,7 @@ class GPT2(GPT):
     """As GPT-2 124M: 12 layers of width 768, 1024 tokens; the head tied to the embedding."""
 
     B, T, vocabulary = 16, 1024, 50304
-
-    def __init__(self) -> None:
-        super().__init__(width=768, heads=12, layers=12)
-        self.head.weight = self.tokens.weight
+    sizes, tied = (768, 12, 12), True
 
 
 class LlamaBlock(Block):
@@ -77,10 +80,7 @@ class NarrowGPT2(GPT):
     """The layers of GPT-2: 12 blocks, the head tied to the embedding."""
 
     B, T, vocabulary = 4, 16, 512
-
-    def __init__(self, layers: int = 12) -> None:
-        super().__init__(width=32, heads=2, layers=layers)
-        self.head.weight = self.tokens.weight
+    sizes, tied = (32, 2, 12), True
 
 
 class Perceptron(nn.Sequential):

@@ -78,9 +78,7 @@ class TinyGPT(GPT):
     """Tensors so small that the host's work is what is counted."""
 
     B, T, vocabulary = 4, 16, 64
-
-    def __init__(self) -> None:
-        super().__init__(width=32, heads=2, layers=1)
+    sizes = 32, 2, 1
 
 
 def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
@@ -139,7 +137,7 @@ CASES: dict[str, Callable[[], Runs]] = {
     "GPT step": lambda: estimator(*gpt_case(TinyGPT)),
     "GPT step, asked": asked,
     "GPT-2 step, 3 blocks": lambda: estimator(
-        lambda: NarrowGPT2(layers=3), *gpt_case(NarrowGPT2)[1:]
+        partial(NarrowGPT2, 32, 2, 3), *gpt_case(NarrowGPT2)[1:]
     ),
     "Perceptron, norms": lambda: norms(*perceptron_case()),
     "Perceptron, estimator": lambda: estimator(*perceptron_case()),

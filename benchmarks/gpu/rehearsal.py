@@ -24,9 +24,7 @@ CONTESTANTS = ("plain", "gnsfast", "loop of single samples", "torch.func vmap")
 
 class TinyGPT(networks.GPT):
     B, T, vocabulary = 2, 5, 20
-
-    def __init__(self) -> None:
-        super().__init__(16, 2, 1)
+    sizes = 16, 2, 1
 
 
 @contextmanager
@@ -34,9 +32,8 @@ def tiny() -> Iterator[None]:
     """GPT-2 and Llama as small as can be, and what is checked for them smaller still."""
     with ExitStack() as stack:
         put = lambda *change: stack.enter_context(mock.patch.object(*change))
-        for name, value in (("B", 2), ("T", 9), ("vocabulary", 50)):
+        for name, value in {"B": 2, "T": 9, "vocabulary": 50, "sizes": (16, 2, 1)}.items():
             put(networks.GPT2, name, value)
-        put(networks.GPT2, "__init__", lambda self: networks.GPT.__init__(self, 16, 2, 1))
         llama = partial(step.llama_problem, 2, 9, (16, 2, 24), 1)
         stack.enter_context(mock.patch.dict(step.PROBLEMS, llama=llama))
         checked = {"gpt2": partial(step.gpt_problem, TinyGPT), "llama": llama}

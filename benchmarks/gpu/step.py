@@ -142,9 +142,7 @@ class SmallGPT(GPT):
     """For the check: a block of the same layers, fewer and shorter samples."""
 
     B, T, vocabulary = 4, 64, 512
-
-    def __init__(self) -> None:
-        super().__init__(64, 2, 1)
+    sizes = 64, 2, 1
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
