@@ -42,10 +42,7 @@ def wall_seconds(run: Callable[[], object]) -> float:
 def cuda_wall_seconds(run: Callable[[], object]) -> float:
     """Until the device is done: what a user waits for."""
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return wall_seconds(lambda: (run(), torch.cuda.synchronize()))
 
 
 def cuda_seconds(run: Callable[[], object], busy: float = 1e-3, tries: int = 3) -> float:

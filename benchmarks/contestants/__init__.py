@@ -20,6 +20,7 @@ __all__ = ["ALL", "GNSFAST", "PLAIN", "Contestant", "Loss", "Session", "named"]
 class Contestant:
     """A way to per-sample norms, and its properties.
 
+    ``session`` takes a model over, wraps or hooks it; the loss is a mean over B samples.
     ``per_sample``: "yes", or "sum only" where the original has no single samples' norms to read.
     ``needs``: modules, each with what to install for it. ``instantiates``: it holds the B
     gradients of a weight at once. ``serial``: its time is B times a sample's.
@@ -45,12 +46,6 @@ class Contestant:
         """What runs: the installed distributions, or the paper that it was written from."""
         names = [requirement.partition("==")[0] for _, requirement in self.needs]
         return self.source or ", ".join(f"{n} {importlib.metadata.version(n)}" for n in names)
-
-    def prepare(
-        self, model: nn.Module, loss_of: Loss, batch: tuple[Tensor, ...], B: int
-    ) -> Session:
-        """Take ``model`` over: wrap or hook it. ``loss_of`` is a mean over B samples."""
-        return self.session(model, loss_of, batch, B)
 
 
 TORCH = (("torch", "torch"),)

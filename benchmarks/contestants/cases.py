@@ -86,7 +86,7 @@ class Problem:
 
     def prepare(self, contestant: Contestant) -> Session:
         """On a copy of the model."""
-        return contestant.prepare(copy.deepcopy(self.model), self.loss_of, self.batch, self.B)
+        return contestant.session(copy.deepcopy(self.model), self.loss_of, self.batch, self.B)
 
 
 class Given(Function):
@@ -186,7 +186,7 @@ def training_step(
 ) -> Callable[[], None]:
     """Forward, loss, backward, AdamW, on a model of its own."""
     torch.manual_seed(0)
-    session = contestant.prepare(model or GPT(), loss_of, gpt_batch(), GPT.B)
+    session = contestant.session(model or GPT(), loss_of, gpt_batch(), GPT.B)
     optimizer = torch.optim.AdamW(session.parameters.values(), lr=1e-4)
 
     def step() -> None:
