@@ -12,18 +12,15 @@ from torch.utils import _pytree as pytree
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.integrations.measuring import Measuring
+from gnsfast.integrations.needed import needed
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
 
-try:
-    from lightning.pytorch import Callback
-except ImportError:
-    try:  # the same under its older name
+with needed(__name__, "Lightning", "lightning"):
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:  # the same under its older name
         from pytorch_lightning import Callback  # type: ignore[assignment]
-    except ImportError as e:
-        raise ImportError(
-            "gnsfast.integrations.lightning needs Lightning: pip install lightning"
-        ) from e
 
 __all__ = ["Callback", "GNSMonitor", "is_measured"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from gnsfast.estimator import LargestSample
+from gnsfast.integrations.needed import needed
 from gnsfast.noise_scale import METRICS, OTHERS, DualNoiseScale, Estimate, NoiseScale
 
 FORMAT = 1
@@ -187,12 +188,8 @@ class TensorBoardTracker:
     """Writes scalars to a TensorBoard event file in ``folder``, without NaN and infinities."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
+        with needed("TensorBoardTracker", "tensorboard", "tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise ImportError(
-                "TensorBoardTracker needs tensorboard: pip install tensorboard"
-            ) from e
         self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -228,10 +225,8 @@ class WandbTracker:
             )
         self._own = run is None
         if run is None:
-            try:
+            with needed("WandbTracker", "wandb", "wandb"):
                 import wandb
-            except ImportError as e:
-                raise ImportError("WandbTracker needs wandb: pip install wandb") from e
             run = wandb.init(project=project, **options)
         self.run: Any = run
         self._axis: str | None = None

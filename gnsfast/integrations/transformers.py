@@ -18,6 +18,7 @@ from torch import Tensor
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.integrations.measuring import Measuring
+from gnsfast.integrations.needed import needed
 from gnsfast.integrations.token_losses import (
     LOSSES,
     Rule,
@@ -31,16 +32,11 @@ from gnsfast.integrations.trl_head import measured_head
 from gnsfast.kept import kept_chance
 from gnsfast.noise_scale import Factor, loss_factors
 
-try:
+with needed(__name__, "transformers and accelerate", "'transformers[torch]'"):
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers needs transformers and accelerate: "
-        "pip install 'transformers[torch]'"
-    ) from e
 
 WRAPPED = ("training_step", "compute_loss", "log")
 """Methods of a Trainer that are wrapped while it trains."""

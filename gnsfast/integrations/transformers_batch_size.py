@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import ChangingBatchSize, Decision
 from gnsfast.integrations.batch_sizes import check, check_callbacks, say, set_learning_rates, start
+from gnsfast.integrations.needed import needed
 from gnsfast.integrations.transformers import (
     GNSCallback,
     calling_frame,
@@ -16,16 +17,11 @@ from gnsfast.integrations.transformers import (
     refuse_undivided,
 )
 
-try:
+with needed(__name__, "transformers and accelerate", "'transformers[torch]'"):
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import DefaultFlowCallback, TrainerCallback
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import has_length
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers_batch_size needs transformers and accelerate: "
-        "pip install 'transformers[torch]'"
-    ) from e
 
 
 class BatchSizeCallback(TrainerCallback):
