@@ -18,7 +18,7 @@ from gnsfast.cli import report as report_
 from gnsfast.cli import run as run_
 from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.live import watch
-from gnsfast.cli.options import input_errors, takes
+from gnsfast.cli.options import takes
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.session import run_demo
 from gnsfast.interval import Interval
@@ -53,16 +53,12 @@ def plain(value: Any) -> Any:
 
 @app.command()
 @takes(run_.Options)
-def demo(
-    options: run_.Options,
-    out: Annotated[Path | None, typer.Option(help="Run folder (runs/demo-DATE-TIME).")] = None,
-    as_json: Json = False,
-) -> None:
+def demo(options: run_.Options, as_json: Json = False) -> None:
     """Train a small GPT on real text with its noise scale on the screen, then check the number.
 
     Writes metrics.jsonl and report.html into the run folder. Ctrl-C ends the run with a report.
     """
-    folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    folder = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
     result = run_demo(run_.Demo(options), folder, Console(quiet=as_json))
@@ -72,34 +68,23 @@ def demo(
 
 
 @app.command()
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders with .jsonl files, or such files."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page (RUN/report.html, or report.html for many runs).")
-    ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Rewrite it until all runs end.")] = False,
-    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two reads.")] = 5.0,
-    as_json: Json = False,
-) -> None:
+@takes(report_.Options)
+def report(options: report_.Options, as_json: Json = False) -> None:
     """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
     Ctrl-C ends --live and keeps the page.
     """
-    paths = list(dict.fromkeys(runs))
-    page = out or report_.default_page(paths)
+    paths = list(dict.fromkeys(options.runs))
+    page = options.out or report_.default_page(paths)
     if page.suffix != ".html":
         raise typer.BadParameter(f"{page} is not an .html file", param_hint="--out")
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
-    with input_errors():
-        if live:
-            console.print(f"Live: {page}. Ctrl-C ends it.")
-            found = watch(paths, page, every, console.print)
-        else:
-            found = read_runs(paths)
-            report_.write_report(found, page)
+    if options.live:
+        console.print(f"Live: {page}. Ctrl-C ends it.")
+        found = watch(paths, page, options.every, console.print)
+    else:
+        found = read_runs(paths)
+        report_.write_report(found, page)
     if as_json:
         typer.echo(json.dumps({"runs": [run.summary() for run in found], "report": str(page)}))
     console.print(f"Report: {page}")
@@ -115,18 +100,14 @@ def doctor(as_json: Json = False) -> None:
 @takes(plan_.Options)
 def plan(options: plan_.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
-    with input_errors():
-        found = plan_.examine(options)
-    print_found(found, as_json, plan_tables.show)
+    print_found(plan_.examine(options), as_json, plan_tables.show)
 
 
 @app.command()
 @takes(schedule_.Options)
 def schedule(options: schedule_.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
-    with input_errors():
-        found = schedule_.examine(options)
-    print_found(found, as_json, schedule_.show)
+    print_found(schedule_.examine(options), as_json, schedule_.show)
 
 
 @app.command()
@@ -138,15 +119,13 @@ def branch(options: branch_.Options, as_json: Json = False) -> None:
     """
     out, factor = options.out, options.factor
     try:
-        with input_errors():
-            say = None if as_json else lambda each: typer.echo(branch_.branch_line(each))
-            result = branch_.measure(options, say)
+        say = None if as_json else lambda each: typer.echo(branch_.branch_line(each))
+        result = branch_.measure(options, say)
     except KeyboardInterrupt:
         typer.echo(f"gnsfast: stopped. Run the same command again to continue in {out}", err=True)
         raise typer.Exit(130) from None
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")
     if factor is not None:
-        with input_errors():
-            result.factor(factor).save(out / "factor.json")
+        result.factor(factor).save(out / "factor.json")
         if not as_json:
             typer.echo(f"factor.json is of this run: {result.run}")

@@ -6,18 +6,17 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from typer import Argument
 
 from gnsfast.arguments import check_choice
 from gnsfast.cli.executors import opened
-from gnsfast.cli.options import REQUIRED, option
-from gnsfast.counts import parse_count
+from gnsfast.cli.options import Count
 from gnsfast.critical_batch.branches import (
     Branch,
     BranchRun,
@@ -118,38 +117,46 @@ def grid(text: str, name: str = "--k") -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Options:
-    """What ``measure_critical_batch`` is told, and where it trains."""
+    """What ``measure_critical_batch`` is told, and where it trains.
 
-    target: str = option(
-        "file.py:function or module:function that makes the run.", default=REQUIRED, of=Argument
-    )
-    out: Path = option("Folder for branches; finished ones are kept.", default=REQUIRED)
-    tokens: int = option("Tokens that each branch trains: 2B, 500K.", parse_count, REQUIRED)
-    k: tuple[float, ...] = option("Batch sizes, in multiples of the run's.", grid, "0.5,1,2,4,8")
-    checkpoint: Path | None = option("Folder to restore the run from before it is measured.")
-    tolerance: float = option(
-        "How far a matching loss may lie above that of smaller batches.", default=0.01
-    )
-    alpha: float = option("Weight of the newest step in a branch's smoothed loss.", default=0.5)
-    lr: str = option("How the learning rate grows with k: sqrt, linear, keep.", default="sqrt")
-    loss: str = option(
-        "Loss to compare: train, or evaluate (what the run evaluates).", default="train"
-    )
-    save_every: int | None = option(
-        "Tokens between two saves within a branch (no saves).", parse_count
-    )
-    workers: int = option("Processes that train branches at once; 0 uses this process.", default=0)
-    executor: str | None = option("Train branches as jobs of submitit (Slurm) or dask.")
-    executor_option: list[str] | None = option(
-        "NAME=VALUE for --executor: slurm_partition=gpu. May be repeated."
-    )
-    launcher: str | None = option("Command that starts a branch: 'torchrun --nproc-per-node 8'.")
-    noise_scale: bool = option("Measure the noise scale at the checkpoint.", default=True)
-    repeats: int = option("Measurements to average, each on other data.", default=1, min=1)
-    factor: str | None = option(
-        "Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, sign or "
-        "spectral)."
-    )
+    Args:
+        target: file.py:function or module:function that makes the run.
+        out: Folder for branches; finished ones are kept.
+        tokens: Tokens that each branch trains: 2B, 500K.
+        k: Batch sizes, in multiples of the run's.
+        checkpoint: Folder to restore the run from before it is measured.
+        tolerance: How far a matching loss may lie above that of smaller batches.
+        alpha: Weight of the newest step in a branch's smoothed loss.
+        lr: How the learning rate grows with k: sqrt, linear, keep.
+        loss: Loss to compare: train, or evaluate (what the run evaluates).
+        save_every: Tokens between two saves within a branch (no saves).
+        workers: Processes that train branches at once; 0 uses this process.
+        executor: Train branches as jobs of submitit (Slurm) or dask.
+        executor_option: NAME=VALUE for --executor: slurm_partition=gpu. May be repeated.
+        launcher: Command that starts a branch: 'torchrun --nproc-per-node 8'.
+        noise_scale: Measure the noise scale at the checkpoint.
+        repeats: Measurements to average, each on other data.
+        factor: Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, sign
+            or spectral).
+    """
+
+    target: Annotated[str, Argument]
+    out: Path
+    tokens: Count
+    k: Annotated[tuple[float, ...], grid] = (0.5, 1, 2, 4, 8)
+    checkpoint: Path | None = None
+    tolerance: float = 0.01
+    alpha: float = 0.5
+    lr: str = "sqrt"
+    loss: str = "train"
+    save_every: Count | None = None
+    workers: int = 0
+    executor: str | None = None
+    executor_option: list[str] | None = None
+    launcher: str | None = None
+    noise_scale: bool = True
+    repeats: int = field(default=1, metadata={"min": 1})
+    factor: str | None = None
 
 
 def measure(options: Options, on_branch: Callable[[Branch], None] | None) -> CriticalBatch:

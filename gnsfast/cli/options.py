@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of commands, each said once: a field with its help and what reads its text."""
+"""Options of commands: the fields of a class, whose docstring says what each of them is."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, field, fields
-from typing import Any, get_type_hints
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -14,28 +15,7 @@ from gnsfast.counts import parse_count, parse_number
 from gnsfast.errors import BranchError
 from gnsfast.interval import Interval
 
-REQUIRED: Any = MISSING
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
-
-
-def option(
-    help: str,
-    read: Callable[[str, str], Any] | None = None,
-    default: Any = None,
-    *,
-    of: Callable[..., Any] = typer.Option,
-    **more: Any,
-) -> Any:
-    """A field of a class of options.
-
-    Args:
-        read: makes the field from the text and the name of the option, which errors name.
-        default: the text without the option, or ``REQUIRED``; False of a flag, which takes no text.
-        of: ``typer.Argument`` for an argument.
-        more: for Typer.
-    """
-    own = {"read": read, "of": of, "help": help}
-    return field(default=default, kw_only=default is MISSING, metadata=own | more)
 
 
 @contextmanager
@@ -49,24 +29,35 @@ def input_errors() -> Iterator[None]:
 
 
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function whose first argument is an object of the class ``options``."""
-    types, own = get_type_hints(options), []
+    """Make a command of a function whose first argument is an object of the class ``options``.
+
+    Each field is an option with the help text that the class has under ``Args:``. The type
+    ``Annotated[float, positive]`` says that ``positive`` makes the field from its text and the name
+    of the option, which errors name, and ``Annotated[str, Argument]`` that the field is an
+    argument. The metadata of a field goes to Typer.
+    """
+    types, own = get_type_hints(options, include_extras=True), []
+    said = re.findall(r"^    (\w+): (.*(?:\n {5}.*)*)", inspect.getdoc(options) or "", re.M)
+    helps = {name: " ".join(text.split()) for name, text in said}
     for each in fields(options):
-        more = dict(each.metadata)
-        read, of = more.pop("read"), more.pop("of")
-        kind, name = types[each.name], "--" + each.name.replace("_", "-")
-        if read is not None:
-            kind = str if each.default is not None else str | None
-            more["parser"] = _reader(read, name)
-        names = [name] if each.default is False else []  # or a flag would have a --no-
-        default = of(... if each.default is MISSING else each.default, *names, **more)
+        kind, name, default = types[each.name], "--" + each.name.replace("_", "-"), each.default
+        marks = [m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())]
+        of: Any = typer.Argument if typer.Argument in marks else typer.Option
+        more = {"help": helps.get(each.name), **each.metadata}
+        if marks and of is typer.Option:
+            kind = str if default is not None else str | None
+            more["parser"] = _reader(marks[0], name)
+            if default not in (None, MISSING):
+                default = ",".join(map(str, default if isinstance(default, tuple) else [default]))
+        names = [name] if default is False else []  # or a flag would have a --no-
+        default = of(... if default is MISSING else default, *names, **more)
         own.append(inspect.Parameter(each.name, KEYWORD, default=default, annotation=kind))
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
             with input_errors():
                 made = options(**{each.name: given.pop(each.name) for each in own})
-            function(made, **given)
+                function(made, **given)
 
         rest = [*inspect.signature(function).parameters.values()][1:]
         rest = [each.replace(kind=KEYWORD) for each in rest]
@@ -124,3 +115,10 @@ def pairs(text: str, name: str) -> dict[int, float]:
             raise ValueError(f"{name} holds {entry!r}: write SAMPLES:SECONDS, such as 1024:2.1")
         found[parse_count(size, name)] = float(parse_number(value, name))
     return found
+
+
+Count = Annotated[int, parse_count]
+Positive = Annotated[float, positive]
+Whole = Annotated[int, whole]
+Span = Annotated[Interval, interval]
+Point = Annotated[tuple[float, float], point]

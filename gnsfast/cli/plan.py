@@ -8,7 +8,7 @@ from typing import Any
 
 from gnsfast.arguments import whole_number
 from gnsfast.cli.measurements import Measurements, read_measurements
-from gnsfast.cli.options import interval, option, point, positive, whole
+from gnsfast.cli.options import Point, Positive, Span, Whole
 from gnsfast.critical_batch import laws
 from gnsfast.critical_batch.laws import Cost, fit_power_law, from_twenty_percent, trade_off
 from gnsfast.interval import Interval
@@ -28,43 +28,44 @@ of 2.2 of the run's mean."""
 
 @dataclass(frozen=True)
 class Options:
-    """Batch sizes are in samples."""
+    """Batch sizes are in samples.
 
-    tokens: float | None = option("Tokens of the run: 20B, 1.5e9.", positive)
-    params: float | None = option(
-        "Parameters of the model. Without --tokens, 20 tokens for each.", positive
-    )
-    context: int | None = option("Tokens in a sample (as --measured says, or 4096).", whole)
-    batch: int | None = option("Planned batch size, in samples.", whole)
-    b_crit: Interval | None = option(
-        "Critical batch size in samples, VALUE[:LOWER:UPPER]: b/a of steps = a + b/batch.", interval
-    )
-    b_twenty_percent: Interval | None = option(
-        "The same by Zhang's 20 % rule, instead of --b-crit.", interval
-    )
-    loss: float | None = option("Loss in nats per token, for the laws that use it.", positive)
-    gpus: int | None = option("GPUs that train the planned batch.", whole)
-    tokens_per_second: float | None = option(
-        "Tokens per second that you measured on one GPU.", positive
-    )
-    gpu_hour_price: float | None = option(
-        "Price of one GPU for an hour, in any currency.", positive
-    )
-    gpu_watts: float | None = option("Power that one GPU draws, for the energy.", positive)
-    measured: str | None = option(
-        "Critical batch sizes that you measured: a CSV file with the columns "
-        "tokens,value,tokens_per_sample, a JSONL file, or a run folder."
-    )
-    whole_runs: bool = option("Each value in --measured is that of a whole run.", default=False)
-    optimal_at: tuple[float, float] | None = option(
-        "Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
-    )
-    critical_at: tuple[float, float] | None = option(
-        "Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
-    )
-    experts: bool = option(
-        "The model is a mixture of experts, and --params counts what one token uses.", default=False
-    )
+    Args:
+        tokens: Tokens of the run: 20B, 1.5e9.
+        params: Parameters of the model. Without --tokens, 20 tokens for each.
+        context: Tokens in a sample (as --measured says, or 4096).
+        batch: Planned batch size, in samples.
+        b_crit: Critical batch size in samples, VALUE[:LOWER:UPPER]: b/a of steps = a + b/batch.
+        b_twenty_percent: The same by Zhang's 20 % rule, instead of --b-crit.
+        loss: Loss in nats per token, for the laws that use it.
+        gpus: GPUs that train the planned batch.
+        tokens_per_second: Tokens per second that you measured on one GPU.
+        gpu_hour_price: Price of one GPU for an hour, in any currency.
+        gpu_watts: Power that one GPU draws, for the energy.
+        measured: Critical batch sizes that you measured: a CSV file with the columns
+            tokens,value,tokens_per_sample, a JSONL file, or a run folder.
+        whole_runs: Each value in --measured is that of a whole run.
+        optimal_at: Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines.
+        critical_at: Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines.
+        experts: The model is a mixture of experts, and --params counts what one token uses.
+    """
+
+    tokens: Positive | None = None
+    params: Positive | None = None
+    context: Whole | None = None
+    batch: Whole | None = None
+    b_crit: Span | None = None
+    b_twenty_percent: Span | None = None
+    loss: Positive | None = None
+    gpus: Whole | None = None
+    tokens_per_second: Positive | None = None
+    gpu_hour_price: Positive | None = None
+    gpu_watts: Positive | None = None
+    measured: str | None = None
+    whole_runs: bool = False
+    optimal_at: Point | None = None
+    critical_at: Point | None = None
+    experts: bool = False
 
 
 def examine(options: Options) -> dict[str, Any]:

@@ -4,10 +4,12 @@
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from plotly.offline import get_plotlyjs
+from typer import Argument
 
 import gnsfast
 from gnsfast.cli.figures import View, all_figures
@@ -41,6 +43,23 @@ FILTERS = {
     "tried": tried,
 }
 """How the page says numbers, and what it asks of a run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which runs a page shows, and when it is written.
+
+    Args:
+        runs: Run folders with .jsonl files, or such files.
+        out: The page (RUN/report.html, or report.html for many runs).
+        live: Rewrite it until all runs end.
+        every: Seconds between two reads.
+    """
+
+    runs: Annotated[list[Path], Argument] = field(metadata={"metavar": "RUN..."})
+    out: Path | None = None
+    live: bool = False
+    every: float = field(default=5.0, metadata={"min": 0.5})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch
 import gnsfast
 from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.cli import optimizers, tiny_gpt
-from gnsfast.cli.options import option
 from gnsfast.cli.single_samples import SingleSamples
 from gnsfast.estimator import optimizer_for
 from gnsfast.integrations.trackers import metrics
@@ -30,15 +30,23 @@ CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
 
 @dataclass(frozen=True)
 class Options:
-    """How the demo trains, and which noise scales it measures."""
+    """How the demo trains, and which noise scales it measures.
 
-    steps: int = option("Optimizer steps.", default=800, min=20)
-    samples: int = option("Samples in a step.", default=32, min=2)
-    seed: int = option("Seed of the weights and the data.", default=0)
-    optimizer: str = option(
-        "adamw, sgd, signum, or muon (AdamW for all but hidden matrices).", default="adamw"
-    )
-    metric: list[str] | None = option("Another noise scale: adam, sign, spectral. May be repeated.")
+    Args:
+        steps: Optimizer steps.
+        samples: Samples in a step.
+        seed: Seed of the weights and the data.
+        optimizer: adamw, sgd, signum, or muon (AdamW for all but hidden matrices).
+        metric: Another noise scale: adam, sign, spectral. May be repeated.
+        out: Run folder (runs/demo-DATE-TIME).
+    """
+
+    steps: int = field(default=800, metadata={"min": 20})
+    samples: int = field(default=32, metadata={"min": 2})
+    seed: int = 0
+    optimizer: str = "adamw"
+    metric: list[str] | None = None
+    out: Path | None = None
 
     @property
     def metrics(self) -> tuple[str, ...]:

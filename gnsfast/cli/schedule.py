@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
@@ -13,9 +13,9 @@ from rich.table import Table
 from typer import Argument
 
 from gnsfast.arguments import check_choice
-from gnsfast.cli.options import REQUIRED, option, pairs
+from gnsfast.cli.options import Count, pairs
 from gnsfast.cli.plan_tables import say
-from gnsfast.counts import exact_count, parse_count, rounded_percent, short_count
+from gnsfast.counts import exact_count, rounded_percent, short_count
 from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
     BatchSizeSchedule,
@@ -31,34 +31,34 @@ from gnsfast.templates import template
 
 @dataclass(frozen=True)
 class Options:
-    """A schedule, what it is compared with, and where it goes."""
+    """A schedule, what it is compared with, and where it goes.
 
-    source: str = option(
-        "A controller's log or run folder, or '0:1024 168B:2048'.", default=REQUIRED, of=Argument
-    )
-    total_tokens: int = option("Tokens of the run: 658B.", parse_count, REQUIRED)
-    tokens_per_sample: int = option("The sequence length.", parse_count, REQUIRED)
-    against: int | None = option(
-        "Fixed batch size to compare with (the first stage's).", parse_count
-    )
-    step_seconds: dict[int, float] | None = option(
-        "Measured seconds per step: '1024:2.1 2048:3.9'.", pairs
-    )
-    export: str | None = option("megatron, olmo-core, lightning, huggingface or nanogpt.")
-    per_device_batch: int | None = option(
-        "Samples in a forward pass, for lightning, huggingface, nanogpt.", parse_count
-    )
-    processes: int = option(
-        "Data-parallel processes, for lightning, huggingface, nanogpt.", parse_count, "1"
-    )
-    samples_per_epoch: int | None = option("Samples in an epoch, for lightning.", parse_count)
-    round_to_epochs: bool = option(
-        "For lightning: move each change to the start of the next epoch, and list it.",
-        default=False,
-    )
-    lr: str | None = option(
-        "How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."
-    )
+    Args:
+        source: A controller's log or run folder, or '0:1024 168B:2048'.
+        total_tokens: Tokens of the run: 658B.
+        tokens_per_sample: The sequence length.
+        against: Fixed batch size to compare with (the first stage's).
+        step_seconds: Measured seconds per step: '1024:2.1 2048:3.9'.
+        export: megatron, olmo-core, lightning, huggingface or nanogpt.
+        per_device_batch: Samples in a forward pass, for lightning, huggingface, nanogpt.
+        processes: Data-parallel processes, for lightning, huggingface, nanogpt.
+        samples_per_epoch: Samples in an epoch, for lightning.
+        round_to_epochs: For lightning: move each change to the start of the next epoch, and list
+            it.
+        lr: How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt).
+    """
+
+    source: Annotated[str, Argument]
+    total_tokens: Count
+    tokens_per_sample: Count
+    against: Count | None = None
+    step_seconds: Annotated[dict[int, float], pairs] | None = None
+    export: str | None = None
+    per_device_batch: Count | None = None
+    processes: Count = 1
+    samples_per_epoch: Count | None = None
+    round_to_epochs: bool = False
+    lr: str | None = None
 
 
 def examine(options: Options) -> dict[str, Any]:

@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options as fields of a class: what a command gets of them, and what it says of bad ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from gnsfast.cli.options import REQUIRED, interval, option, pairs, point, takes, whole
+from gnsfast.cli.options import Span, Whole, pairs, point, takes
 from gnsfast.interval import Interval
 
 app = typer.Typer()
 
 
+def several(text: str, name: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 @dataclass(frozen=True)
 class Options:
-    tokens: int = option("Tokens.", whole, REQUIRED)
-    batch_size: Interval | None = option("Batch size.", interval)
-    processes: int = option("Processes.", whole, "1")
-    out: Path | None = option("Folder.")
-    share: float = option("Share.", default=0.5, max=1.0)
-    often: bool = option("Often.", default=False)
+    """What is asked.
+
+    Args:
+        tokens: Tokens.
+        batch_size: The batch size, of which this text says more than there is room for in a
+            line.
+        out: Folder.
+        share: Share.
+        often: Often.
+    """
+
+    tokens: Whole
+    batch_size: Span | None = None
+    processes: Whole = 1
+    sizes: Annotated[tuple[int, ...], several] = (1, 2)
+    out: Path | None = None
+    share: float = field(default=0.5, metadata={"max": 1.0})
+    often: bool = False
 
     def __post_init__(self) -> None:
         if self.often and self.out is None:
@@ -78,6 +95,8 @@ def test_typer_says_the_rest() -> None:
     assert "--share" in invoke("--tokens", "4", "--share", "2", code=2)
     said = invoke("--help")
     assert "--batch-size" in said and "[default: 1]" in said and "--no-often" not in said
+    assert "[default: 1,2]" in said
+    assert "more than there is room for in a line." in " ".join(said.replace("│", " ").split())
 
 
 def test_pairs_and_points() -> None:
