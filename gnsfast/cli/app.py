@@ -3,7 +3,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,6 @@ from rich.console import Console
 from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
 from gnsfast.cli import plan as plan_
-from gnsfast.cli import plan_tables
 from gnsfast.cli import report as report_
 from gnsfast.cli import run as run_
 from gnsfast.cli import schedule as schedule_
@@ -21,6 +19,7 @@ from gnsfast.cli.live import watch
 from gnsfast.cli.options import takes
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.session import run_demo
+from gnsfast.cli.terminal import show
 from gnsfast.interval import Interval
 
 app = typer.Typer(
@@ -34,12 +33,12 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def print_found(found: dict[str, Any], as_json: bool, show: Callable[[Any, Console], None]) -> None:
-    """One JSON object, or tables."""
+def print_found(name: str, found: dict[str, Any], as_json: bool) -> None:
+    """One JSON object, or what the template with this name makes of it."""
     if as_json:
         typer.echo(json.dumps(plain(found), allow_nan=False))
     else:
-        show(found, Console())
+        show(name, found, Console())
 
 
 def plain(value: Any) -> Any:
@@ -93,21 +92,21 @@ def report(options: report_.Options, as_json: Json = False) -> None:
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and back-ends, and say why a back-end is missing."""
-    print_found(doctor_.examine(), as_json, doctor_.show)
+    print_found("doctor.txt", doctor_.examine(), as_json)
 
 
 @app.command()
 @takes(plan_.Options)
 def plan(options: plan_.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
-    print_found(plan_.examine(options), as_json, plan_tables.show)
+    print_found("plan.txt", plan_.examine(options), as_json)
 
 
 @app.command()
 @takes(schedule_.Options)
 def schedule(options: schedule_.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
-    print_found(schedule_.examine(options), as_json, schedule_.show)
+    print_found("schedule.txt", schedule_.examine(options), as_json)
 
 
 @app.command()

@@ -7,8 +7,6 @@ import platform
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import gnsfast
 from gnsfast.ops import backends, cpu
@@ -98,17 +96,3 @@ def _choices() -> list[dict[str, str]]:
     except ValueError as error:
         taken, why = "none", str(error)
     return [{"choice": choice, "taken": taken, "why": why}]
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """Print versions, devices and back-ends as tables."""
-    versions = Table("package", "version", box=None, pad_edge=False)
-    for package, version in found["versions"].items():
-        versions.add_row(package, version)
-    console.print(versions)
-    for rows in filter(None, (found["devices"], found["backends"], found["choices"])):
-        table = Table(*rows[0], box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*row.values())
-        console.print()
-        console.print(table)

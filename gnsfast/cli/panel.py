@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnsfast.cli.run import CHECK_BATCHES, CHECK_SAMPLES, Check, Demo, Progress
+from gnsfast.cli.terminal import page
 from gnsfast.noise_scale import OTHERS, Estimate
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -145,11 +146,8 @@ class Panel(Live):
             f"GPT of {self.demo.parameters:,} parameters, {len(self.demo.text):,} bytes of text, "
             f"{self.demo.options.samples} samples a step"
         )
-        numbers: list[RenderableType] = [Table.grid()]
-        if self.now is not None:
-            numbers = self._numbers(self.now)
         return Frame(
-            Group(self._progress(), Text(), *numbers),
+            Group(self._progress(), Text(), *self._numbers()),
             title=f"[bold]gnsfast demo[/]  {title}",
             title_align="left",
             box=box.ROUNDED,
@@ -164,33 +162,14 @@ class Panel(Live):
         elif self.now:
             left = "done" if self.check else "checking with single samples"
         bar = ProgressBar(total=1.0, completed=step / steps if training else self.done, width=WIDTH)
-        return _grid([(f"step {step}/{steps}", bar, left)])
+        table = Table.grid(padding=(0, 2))
+        table.add_row(f"step {step}/{steps}", bar, left)
+        return table
 
-    def _numbers(self, now: Progress) -> list[RenderableType]:
-        scale = now.scale
-        drift = "  [yellow]moving[/]" if scale.drift else ""
-        interval = f"{span(scale)}, in samples, mean of {scale.updates} updates{drift}"
-        shown: list[RenderableType] = [
-            _grid([
-                ("loss", f"{now.loss:.2f}", f"[cyan]{sparkline(self.losses)}[/]"),
-                ("noise scale", f"[bold]{value(scale)}[/]", f"[green]{sparkline(self.scales)}[/]"),
-                ("", "", interval),
-                ("at the newest", value(scale.present), span(scale.present)),
-                ("statistics", percent(now.share), "of a step's time"),
-            ])
-        ]  # fmt: skip
-        if self.demo.options.metrics:
-            rows = [(f"noise scale {name}", f"[bold]{result}[/]") for name, result in others(now)]
-            shown += [Text(), _grid(rows)]
-        if self.check is not None:
-            rows = [(name, f"[bold]{result}[/]") for name, result in verdict(self.check)]
-            title = "Noise scale of the frozen last checkpoint, in samples:"
-            shown += [Text(), Text(title), _grid(rows)]
-        return shown
-
-
-def _grid(rows: Any) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    return table
+    def _numbers(self) -> list[Text | Table]:
+        if (now := self.now) is None:
+            return []
+        shown = {"now": now, "losses": self.losses, "scales": self.scales}
+        rows = {"others": others(now), "verdict": verdict(self.check) if self.check else []}
+        words = {"value": value, "span": span, "sparkline": sparkline}
+        return page("panel.txt", share=percent(now.share), **shown, **rows, **words)

@@ -1,32 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gnsfast schedule``: a batch-size schedule, what it saves, and its form in other frameworks."""
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from typer import Argument
 
 from gnsfast.arguments import check_choice
 from gnsfast.cli.options import Count, pairs
-from gnsfast.cli.plan_tables import say
-from gnsfast.counts import exact_count, rounded_percent, short_count
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
     BatchSizeSchedule,
     Saved,
     aligned_changes,
     exports,
-    headline,
     read_records,
 )
 from gnsfast.critical_batch.rules import NAMES, Rules
-from gnsfast.templates import template
 
 
 @dataclass(frozen=True)
@@ -218,29 +211,3 @@ def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
             steps = "1 step" if change.late == 1 else f"{change.late:,} steps"
             departs.append(f"changes to {size} {steps} of {change.old:,} samples late")
     return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
-
-
-def show(found: dict[str, Any], console: Console) -> None:
-    """What is saved, the stages, and the export."""
-    filters = {"short": short_count, "percent": rounded_percent, "json": json.dumps}
-    words: Any = template("gnsfast.cli", "schedule.txt", **filters).make_module(found)
-    saved = Saved(*(found["steps"][k] for k in ("scheduled", "fixed", "against")))
-    say(console, words.saving(headline(saved)))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("from tokens", "samples", "LR ×", "from step", "steps", "share of tokens"):
-        table.add_column(column, justify="right")
-    for stage in found["stages"]:
-        tokens = stage["steps"] * stage["batch_size"] * found["tokens_per_sample"]
-        table.add_row(
-            exact_count(stage["threshold"]),
-            f"{stage['batch_size']:,}",
-            f"{stage['lr_factor']:.4g}",
-            f"{stage['step']:,}" if stage["steps"] else "-",
-            f"{stage['steps']:,}" if stage["steps"] else "never reached",
-            rounded_percent(tokens / found["total_tokens"]),
-        )
-    console.print(table)
-    if found["export"]:
-        say(console, f"\n[bold]{found['export']['for']}[/]")
-        lines = words.exported().removesuffix("\n")
-        console.print(lines, highlight=False, soft_wrap=True, markup=False)
