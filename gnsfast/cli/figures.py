@@ -8,19 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from gnsfast.cli.runs import (
-    GROUP,
-    LayerLine,
-    Point,
-    Run,
-    count,
-    factors_in,
-    name_of,
-    said,
-    scale_in,
-    share,
-    tried,
-)
+from gnsfast.cli.runs import GROUP, LayerLine, Point, Run
+from gnsfast.cli.words import count, factors_in, name_of, said, scale_in, share, tried
 from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval

@@ -13,36 +13,11 @@ from typer import Argument
 
 import gnsfast
 from gnsfast.cli.figures import View, all_figures
-from gnsfast.cli.runs import (
-    Run,
-    count,
-    factors_in,
-    matches,
-    name_of,
-    said,
-    scale_in,
-    share,
-    tried,
-)
-from gnsfast.counts import percent, three_digits
+from gnsfast.cli.runs import Run
+from gnsfast.cli.words import factors_in, render
+from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
-from gnsfast.interval import Interval
 from gnsfast.noise_scale import METRICS, OTHERS, OVER
-from gnsfast.templates import template
-
-FILTERS = {
-    "count": count,
-    "digits": three_digits,
-    "interval": Interval.read,
-    "matches": matches,
-    "name_of": name_of,
-    "percent": percent,
-    "said": said,
-    "scale_in": scale_in,
-    "share": share,
-    "tried": tried,
-}
-"""How the page says numbers, and what it asks of a run."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +54,17 @@ def default_page(paths: list[Path]) -> Path:
 
 def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     """Replace ``path`` at once, so that nobody reads half a page."""
-    view, written = View(runs), time.time()
+    view, now = View(runs), time.time()
     figures = all_figures(view)
     names = {"euclidean": "noise scale"} | OTHERS
     headers = {run.name: run.header for run in runs if run.header}
     points = [p for run in runs for p in run.points]
     factors = [(run, each, factors_in(each)) for run in runs for each in run.critical]
-    text = template("gnsfast.cli", "report.html", **FILTERS).render(
+    text = render(
+        "report.html",
         view=view,
-        live=live and {"written": 1000 * written, **asdict(live)},
-        clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)),
+        live=live and {"written": 1000 * now, **asdict(live)},
+        clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)),
         others=OTHERS,
         names=names,
         keys=SCALES,
@@ -98,7 +74,7 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
         logged={name for p in points for name in p.values},
         factors=factors,
         metrics={m: names[m] for m in METRICS if any(m in found for _, _, found in factors)},
-        digits=three_digits,
+        three_digits=three_digits,
         settings=json.dumps(headers, indent=2, ensure_ascii=False),
         version=gnsfast.__version__,
         figures=figures,

@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as its logs tell it, in numbers and in words."""
+"""A run as its logs tell it, in numbers."""
 
 import bisect
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gnsfast.counts import short_count, three_digits
+from gnsfast.cli.words import factors_in, name_of
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
-from gnsfast.noise_scale import METRICS, OTHERS, OVER
-
-SCALE = ("noise_scale", "lower", "upper")
-"""The fields of a noise scale in a record."""
+from gnsfast.noise_scale import OTHERS, OVER
 
 GROUP, LOWER = "gns/group/", "_lo"
 
 LISTED = 32
 """How many samples the report lists of a run."""
-
-count = partial(short_count, whole=1e4, units="kMBT")
-"""Steps and tokens: 26.2M."""
 
 
 @dataclass
@@ -231,64 +224,3 @@ class Run:
 def _known(factor: Interval) -> dict[str, float | None]:
     """A factor for JSON, without an end that is not known."""
     return factor._replace(lower=factor.lower or math.nan).record()
-
-
-def name_of(sample: dict[str, Any]) -> str:
-    """A sample's id in words. Without a name it is (update, process, micro-batch, place)."""
-    own = sample["id"]
-    return f"({', '.join(map(str, own))})" if isinstance(own, list) else str(own)
-
-
-def share(sample: dict[str, Any]) -> str:
-    """A sample's share of its update."""
-    return "no number" if sample["share"] is None else f"{sample['share']:.1%}"
-
-
-def said(found: Interval) -> str:
-    """A value with its 95 % interval, where there is one."""
-    if found.only is not None:
-        return f"{found.ends(three_digits)} (95 %)"
-    if not found.drawn:
-        return "not resolved"
-    ends = found.ends(three_digits)
-    return three_digits(found.value) + (f" (95 %: {ends})" if ends else "")
-
-
-def tried(found: Interval) -> str:
-    """A measurement's interval in words: its ends are batch sizes that were tried."""
-    ends = found.ends(three_digits)
-    return f"{ends} samples" if ends else "not resolved"
-
-
-def scale_in(record: dict[str, Any]) -> Interval:
-    """A noise scale of a measurement, by either of its two names."""
-    return Interval.read(record, *(Interval._fields if "value" in record else SCALE))
-
-
-def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
-    """Critical batch size / noise scale of a measurement, in each metric that it has."""
-    size, found = Interval.read(measured), {}
-    for metric in METRICS:
-        record = measured.get("noise_scale" if metric == "euclidean" else metric)
-        if isinstance(record, dict):
-            scale = scale_in(record)
-            if scale.value > 0 or scale.lower > 0:
-                found[metric] = size.over(scale)
-    return found
-
-
-def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """A measurement's branches, the smallest first, and whether each matches every smaller one."""
-    least, tolerance = math.inf, measurement.get("tolerance")
-    branches = sorted(measurement.get("branches") or [], key=lambda b: b["batch_size"])
-    for k, branch in enumerate(branches):
-        loss = branch.get("loss")
-        if loss is None:
-            yield branch, str(branch.get("state") or "no loss")
-            continue
-        if tolerance is not None:
-            matched = loss <= least + tolerance
-        else:
-            matched = branch["batch_size"] <= (measurement.get("lower") or 0.0)
-        yield branch, "-" if not k else "yes" if matched else "no"
-        least = min(least, loss)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands print: a template for each in ``templates/``, in rich's markup."""
 
-import json
-import math
 from itertools import groupby
 from typing import Any
 
@@ -11,11 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gnsfast.cli.measurements import unused
-from gnsfast.counts import exact_count, rounded_percent, short_count
-from gnsfast.critical_batch.laws import Saved, headline
-from gnsfast.interval import Interval
-from gnsfast.templates import template
+from gnsfast.cli.words import render
 
 
 def show(name: str, found: dict[str, Any], console: Console) -> None:
@@ -28,7 +22,7 @@ def page(name: str, **found: Any) -> list[Text | Table]:
     """The paragraphs and tables of a template. Lines that begin with | are a table as Markdown
     writes it, lines that begin with > are text that is neither markup nor wrapped.
     """
-    lines = template("gnsfast.cli", name, **FILTERS).render(found).removesuffix("\n").split("\n")
+    lines = render(name, **found).removesuffix("\n").split("\n")
     parts: list[Text | Table] = []
     for kind, group in groupby(lines, lambda line: line[:1] if line[:1] in "|>" else ""):
         if kind == "|":
@@ -54,46 +48,3 @@ def _table(*lines: str) -> Table:
     for row in rows[1:]:
         table.add_row(*row)
     return table
-
-
-def number(value: float) -> str:
-    """Three digits, so that a row fits a terminal of 80 columns."""
-    if value < 999.5:
-        return f"{value:.3g}"
-    return "∞" if value == math.inf else short_count(value, 1000)
-
-
-def span(found: Interval) -> str:
-    """A value, with its interval if it has one."""
-    value, lower, upper = map(number, found)
-    return value if found.lower == found.upper else f"{value} ({lower} to {upper})"
-
-
-def ends(found: Any) -> str:
-    """The interval alone, if there is one; a unit that both ends share is written once."""
-    if not isinstance(found, Interval) or found.lower == found.upper:
-        return ""
-    low, high = number(found.lower), number(found.upper)
-    return f"{low.removesuffix(high[-1]) if high[-1].isalpha() else low}-{high}"
-
-
-def amount(value: Any) -> str:
-    """An interval without its ends, or a whole number."""
-    return number(value.value) if isinstance(value, Interval) else f"{value:,.0f}"
-
-
-FILTERS = {
-    "amount": amount,
-    "commas": "{:,}".format,
-    "ends": ends,
-    "exact": exact_count,
-    "headline": lambda steps: headline(
-        Saved(*(steps[k] for k in ("scheduled", "fixed", "against")))
-    ),
-    "json": json.dumps,
-    "number": number,
-    "percent": rounded_percent,
-    "short": short_count,
-    "span": span,
-    "unused": unused,
-}

@@ -11,7 +11,7 @@ import torch
 
 import gnsfast
 from gnsfast.cli.records import LAYER_LINES, LogFile, NothingYet, Reader, RecordsError, read_runs
-from gnsfast.cli.runs import name_of, share
+from gnsfast.cli.words import name_of, share
 from gnsfast.integrations.trackers import JSONLTracker, largest_samples
 
 

@@ -17,7 +17,8 @@ from gnsfast.cli import figures, live
 from gnsfast.cli.app import app
 from gnsfast.cli.records import NothingYet, RecordsError, read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.runs import Point, Run, count, matches
+from gnsfast.cli.runs import Point, Run
+from gnsfast.cli.words import count, matches
 from gnsfast.interval import Interval
 
 

@@ -15,7 +15,7 @@ from test_report import read
 
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.runs import factors_in
+from gnsfast.cli.words import factors_in
 from gnsfast.counts import three_digits
 from gnsfast.critical_batch import Branch, CriticalBatch
 from gnsfast.noise_scale import ModuleNoiseScale
