@@ -22,6 +22,8 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f94"
 MOST_POINTS = 1500
 """About how many points of a curve are drawn. Longer curves keep the extremes of each stretch."""
+ARROWS = {"y": ("arrow-up", "arrow-down"), "x": ("arrow-right-open", "arrow-left-open")}
+"""For "at least" and "at most"."""
 SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
 FACTORS = {"euclidean": "times the noise scale"} | {
     metric: f"times the one {words}" for metric, words in OTHERS.items()
@@ -69,6 +71,8 @@ class View:
 Entry = tuple[str, str, str]
 """Of a legend: label, colour, and line or symbol."""
 Style = dict[str, Any]
+Placed = Sequence[tuple[Any, Interval, str]]
+"""Values at places of an axis, with what a pointer shows of each."""
 
 
 class Figure:
@@ -95,53 +99,68 @@ class Figure:
         place = {"type": kind, "x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
         self.layout["shapes"].append(place | more)
 
-    def trace(self, x: Iterable[Any], y: Iterable[Any], mode: str, **more: Any) -> None:
+    def trace(
+        self, x: Iterable[Any], y: Iterable[Any], mode: str, text: Iterable[str] = (), **more: Any
+    ) -> None:
+        """``text`` is what a pointer shows of each point."""
+        if text:
+            more["text"] = [html.escape(each).replace("\n", "<br>") for each in text]
+            more = {"hovertemplate": "%{text}<extra></extra>"} | more
+        if "name" in more:
+            more["name"] = html.escape(more["name"])
         self.traces.append({"type": "scatter", "x": list(x), "y": list(y), "mode": mode, **more})
 
-    def line(
-        self, name: str, points: Iterable[tuple[float, float | None]], line: Style, **more: Any
-    ) -> None:
+    def line(self, points: Iterable[tuple[float, float | None]], **more: Any) -> None:
         """A line through points, or a mark where there is only one."""
         x, y = zip(*((x, rounded(y)) for x, y in points))
         mode = "markers" if sum(each is not None for each in y) == 1 else "lines"
-        self.trace(x, y, mode, name=html.escape(name), line=line, **more)
+        self.trace(x, y, mode, **more)
+
+    def values(self, at: Placed, mark: Style, bar: Style, along: str = "y", **more: Any) -> None:
+        """Those that can be drawn, with bars for their intervals, upright or along x."""
+        at = [each for each in at if each[1].drawn]
+        found = [s for _, s, _ in at]
+        if any(s.resolved for s in found):
+            bar = bar | {"array": [rounded(s.upper - s.value) for s in found]}
+            bar |= {"arrayminus": [rounded(s.value - s.lower) for s in found]}
+        more |= {"marker": mark, f"error_{along}": bar}
+        self._dots(at, [s.value for s in found], along, **more)
+
+    def bounds(self, at: Placed, mark: Style, along: str = "y", **more: Any) -> None:
+        """Arrows where only one end is known, upright or along x."""
+        at = [each for each in at if each[1].only is not None]
+        mark = mark | {"symbol": [ARROWS[along][s.only != s.lower] for _, s, _ in at]}
+        self._dots(at, [s.only for _, s, _ in at], along, marker=mark, **more)
+
+    def _dots(self, at: Placed, numbers: Iterable[float | None], along: str, **more: Any) -> None:
+        if at:
+            places, _, text = zip(*at)
+            across, up = (places, map(rounded, numbers))[:: 1 if along == "y" else -1]
+            self.trace(across, up, "markers", text, **more)
 
     def mark(self, x: float, found: Interval, symbol: str, color: str, text: str) -> None:
         """A value with an interval, or an arrow if only one end is known."""
         self.cover(found)
-        mark, more = {"symbol": symbol, "color": color, "size": 10}, dict[str, Any]()
-        if found.only is not None:
-            mark |= {"symbol": arrow(found, "up", "down"), "size": 13}
-        else:
-            more["error_y"] = bar = {"color": color, "thickness": 2, "width": 5}
-            if found.resolved:
-                bar |= {"array": [rounded(found.upper - found.value)]}
-                bar |= {"arrayminus": [rounded(found.value - found.lower)]}
-        y = found.value if found.only is None else found.only
-        hover = {"text": [text], "hovertemplate": "%{text}<extra></extra>"}
-        self.trace([x], [rounded(y)], "markers", marker=mark, **hover, **more)
+        bar = {"color": color, "thickness": 2, "width": 5}
+        self.values([(x, found, text)], {"symbol": symbol, "color": color, "size": 10}, bar)
+        self.bounds([(x, found, text)], {"color": color, "size": 13})
 
-    def scale(self, run: Run, key: str, label: str, color: str, dash: str) -> None:
+    def scale(self, run: Run, key: str, name: str, color: str, dash: str) -> None:
         """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
         known = [p for p in run.points if p.scale(key) is not None]
         points = thinned(known, lambda p: p.values.get(key))
-        scales = [(self.view.x(p), s) for p in points if (s := p.scale(key)) is not None]
-        bounds = [(x, s) for x, s in scales if s.only is not None]
-        if not bounds and not any(s.drawn for _, s in scales):
+        at = [(self.view.x(p), s, said(s)) for p in points if (s := p.scale(key)) is not None]
+        if not any(s.drawn or s.only is not None for _, s, _ in at):
             return
-        name = html.escape(label)
-        if band := _band(scales):
+        if band := _band(at):
             fill = f"rgba({', '.join(str(int(color[k : k + 2], 16)) for k in (1, 3, 5))}, 0.16)"
             self.trace(*band, "none", name=name, fill="toself", fillcolor=fill, hoverinfo="skip")
-        self.cover_intervals([s for _, s in scales])
+        self.cover_intervals([s for _, s, _ in at])
         line = {"color": color, "dash": dash, "width": 1.8}
-        values = [(x, s.value if s.drawn else None) for x, s in scales]
-        self.line(label, values, line, **_hover(s for _, s in scales))
-        if bounds:
-            symbols = [arrow(s, "up", "down") for _, s in bounds]
-            mark = {"symbol": symbols, "color": color, "size": 9, "opacity": 0.65}
-            x, y = [x for x, _ in bounds], [rounded(s.only) for _, s in bounds]
-            self.trace(x, y, "markers", name=name, marker=mark, **_hover(s for _, s in bounds))
+        named: Style = {"name": name, "hovertemplate": "%{text}"}
+        values = [(x, s.value if s.drawn else None) for x, s, _ in at]
+        self.line(values, text=[text for *_, text in at], line=line, **named)
+        self.bounds(at, {"color": color, "size": 9, "opacity": 0.65}, **named)
 
     def name_runs(self, drawn: Iterable[Run]) -> None:
         """Begin the legend with the runs, if there are several."""
@@ -209,22 +228,13 @@ def rounded(x: float | None) -> float | None:
     return float(f"{x:.5g}") if x is not None and math.isfinite(x) else None
 
 
-def arrow(found: Interval, more: str, less: str) -> str:
-    """The symbol for "at least" or "at most"."""
-    return f"arrow-{more if found.only == found.lower else less}"
-
-
-def _hover(scales: Iterable[Interval]) -> dict[str, Any]:
-    return {"text": [html.escape(said(s)) for s in scales], "hovertemplate": "%{text}"}
-
-
-def _band(scales: list[tuple[float, Interval]]) -> tuple[list[Any], list[Any]] | None:
+def _band(at: Placed) -> tuple[list[Any], list[Any]] | None:
     """A polygon for each stretch of bounded intervals, with gaps in between."""
     xs: list[Any] = []
     ys: list[Any] = []
-    for bounded, group in groupby(scales, lambda each: each[1].drawn and each[1].resolved):
+    for bounded, group in groupby(at, lambda each: each[1].drawn and each[1].resolved):
         if bounded:
-            across, ends = zip(*group)
+            across, ends, _ = zip(*group)
             xs += [*across, *across[::-1], None]
             ys += [*(rounded(s.upper) for s in ends), *(rounded(s.lower) for s in ends[::-1]), None]
     return (xs[:-1], ys[:-1]) if xs else None
@@ -235,12 +245,11 @@ def loss(view: View) -> Figure:
     figure = Figure(view)
     for run in view.runs:
         known = [p for p in run.points if "loss" in p.values]
-        points = thinned(known, lambda p: p.values["loss"])
         line = {"color": view.color(run), "dash": view.dash(run), "width": 1.6}
-        if points:
+        if points := thinned(known, lambda p: p.values["loss"]):
             curve = ((view.x(p), p.values["loss"]) for p in points)
-            figure.line(view.label(run, "loss", "{run}"), curve, line)
-    figure.name_runs(run for run in view.runs if any("loss" in p.values for p in run.points))
+            figure.line(curve, name=view.label(run, "loss", "{run}"), line=line)
+    figure.name_runs(run for run in view.runs if run.losses)
     return figure
 
 
@@ -249,28 +258,18 @@ def largest(view: View) -> Figure:
     figure = Figure(view, 260)
     for run in view.runs:
         found = run.spikes[:MOST_POINTS] if run.points else []
-        words = [
-            html.escape(f"{name_of(s)}: {share(s)} of update {s['update']}")
-            + "".join(f"<br>{html.escape(str(name))}" for name in s["parameters"])
-            for s in found
-        ]
-        mark = {
-            "color": view.color(run, COLORS[1]),
-            "size": 7,
-            "opacity": 0.65,
-            "symbol": ["x" if s["share"] is None else "circle" for s in found],
-        }
-        hover = {"text": words, "hovertemplate": "%{text}<extra></extra>"}
+        text = [f"{name_of(s)}: {share(s)} of update {s['update']}" for s in found]
+        text = ["\n".join([head, *map(str, s["parameters"])]) for head, s in zip(text, found)]
+        symbols = ["x" if s["share"] is None else "circle" for s in found]
+        mark = {"color": view.color(run, COLORS[1]), "size": 7, "opacity": 0.65, "symbol": symbols}
         x = [view.after(run, s["step"]) for s in found]
         y = [1.0 if s["share"] is None else rounded(s["share"]) for s in found]
         if found:
-            figure.trace(x, y, "markers", marker=mark, cliponaxis=False, **hover)
+            figure.trace(x, y, "markers", text, marker=mark, cliponaxis=False)
     ends = [view.x(run.points[-1]) for run in view.runs if run.points]
     figure.layout["xaxis"]["range"] = [0, max(ends, default=1.0)]
-    figure.layout |= {
-        "hovermode": "closest",
-        "yaxis": {"tickformat": ".0%", "rangemode": "tozero"},
-    }
+    figure.layout["yaxis"] = {"tickformat": ".0%", "rangemode": "tozero"}
+    figure.layout["hovermode"] = "closest"
     figure.name_runs(run for run in view.runs if run.largest)
     return figure
 
@@ -326,7 +325,7 @@ def batch_size(view: View) -> Figure:
             line = {"color": view.color(run, SIZE), "width": 2.2, "dash": view.dash(run)}
             line["shape"] = "hv" if run.changes else "vh"
             size = {"meta": "size", "hovertemplate": "%{y:,.4~g}"}
-            figure.line(view.label(run, "batch size"), steps, line, **size)
+            figure.line(steps, name=view.label(run, "batch size"), line=line, **size)
         label, color = view.label(run, "critical batch size, estimate"), view.color(run, ESTIMATE)
         figure.scale(run, "cbs/estimate", label, color, "dot")
         for measured in run.critical:
@@ -336,8 +335,7 @@ def batch_size(view: View) -> Figure:
             words = f"critical batch size, branches: {tried(found)}"
             if found.resolved and math.isnan(found.value):
                 found = found._replace(value=math.sqrt(found.lower * found.upper))
-            text, color = html.escape(view.label(run, words)), view.color(run, BRANCHES)
-            figure.mark(x, found, "diamond", color, text)
+            figure.mark(x, found, "diamond", view.color(run, BRANCHES), view.label(run, words))
     if all(t.get("meta") == "size" for t in figure.traces) and figure.high <= 1.001 * figure.low:
         figure.traces = []
     own, estimate, branches = [GREY] * 3 if view.several else [SIZE, ESTIMATE, BRANCHES]
@@ -384,7 +382,7 @@ def factors(view: View) -> Figure:
         color = view.color(run, COLORS[METRICS.index(metric)])
         words = f"{count(tokens)} tokens: {factor.said(three_digits)} {FACTORS[metric]}"
         aside = width * (slots.index((run.name, metric)) - (len(slots) - 1) / 2)
-        text = html.escape(view.label(run, words, "{run}, {what}"))
+        text = view.label(run, words, "{run}, {what}")
         figure.mark(x + aside, factor, SYMBOLS[metric], color, text)
     for metric in drawn:
         color = GREY if view.several else COLORS[METRICS.index(metric)]
@@ -413,38 +411,19 @@ class Rows(Figure):
         self.few, self.layout = few, {"hovermode": "closest", "yaxis": axis}
         self.layout["xaxis"] = {"automargin": True}
 
-    def dots(
-        self, run: Run, layers: list[tuple[str, Interval]], values: list[float | None], **more: Any
-    ) -> None:
-        if layers:
-            paths = [html.escape(path) for path, _ in layers]
-            text = [f"{path}<br>{said(s)}" for path, (_, s) in zip(paths, layers)]
-            more |= {"text": text, "hovertemplate": "%{text}<extra></extra>"}
-            self.trace(map(rounded, values), paths, "markers", name=html.escape(run.name), **more)
-
 
 def layers(view: View) -> Figure:
     """The last window: a row for each layer, with all runs in it; arrows say "at least"."""
     runs = [run for run in view.runs if run.last_layers]
     figure = Rows(view, list(dict.fromkeys(path for run in runs for path in run.last_layers)))
     for run in runs:
-        found, color = list(run.last_layers.items()), view.color(run)
-        figure.cover_intervals([s for _, s in found])
-        shown = [(path, s) for path, s in found if s.drawn]
-        ends = [s if s.resolved else Interval(s.value, s.value, s.value) for _, s in shown]
-        bar = {
-            "array": [rounded(s.upper - s.value) for s in ends],
-            "arrayminus": [rounded(s.value - s.lower) for s in ends],
-            "color": color,
-            "thickness": 1.5 if figure.few else 0.8,
-            "width": 0,
-        }
-        mark: dict[str, Any] = {"color": color, "size": 8 if figure.few else 4}
-        figure.dots(run, shown, [s.value for s in ends], marker=mark, error_x=bar)
-        bounds = [(path, s) for path, s in found if s.only is not None]
-        symbols = [arrow(s, "right-open", "left-open") for _, s in bounds]
-        mark = {"color": color, "symbol": symbols, "size": 10 if figure.few else 6}
-        figure.dots(run, bounds, [s.only for _, s in bounds], marker=mark)
+        found, color = run.last_layers, view.color(run)
+        figure.cover_intervals([*found.values()])
+        at = [(html.escape(path), s, f"{path}\n{said(s)}") for path, s in found.items()]
+        bar = {"color": color, "thickness": 1.5 if figure.few else 0.8, "width": 0}
+        mark: Style = {"color": color, "size": 8 if figure.few else 4}
+        figure.values(at, mark, bar, "x", name=run.name)
+        figure.bounds(at, mark | {"size": 10 if figure.few else 6}, "x", name=run.name)
         figure.legend += [(run.name, color, "point")] if view.several else []
     return figure
 

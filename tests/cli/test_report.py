@@ -176,7 +176,7 @@ def test_branches(tmp_path: Path) -> None:
 )
 def test_branches_with_one_end(tmp_path: Path, ends: Any, symbol: str, said: str) -> None:
     text, [_, spec] = page(tmp_path, line(2), measurement(value=None, **ends))
-    assert spec["data"][0]["marker"]["symbol"] == symbol and said in text
+    assert spec["data"][0]["marker"]["symbol"] == [symbol] and said in text
 
 
 def test_groups_other_scales_and_layers(tmp_path: Path) -> None:
