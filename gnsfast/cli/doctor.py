@@ -22,27 +22,17 @@ def examine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {
-        "versions": versions,
-        "devices": _devices(),
-        "backends": _backends(),
-        "choices": _choices(),
-    }
+    found = {"devices": _devices(), "backends": _backends(), "choices": _choices()}
+    return {"versions": versions, **found}
 
 
 def _devices() -> list[dict[str, str]]:
     name = ", ".join((platform.machine(), *_instructions(), f"{torch.get_num_threads()} threads"))
-    devices = [_device("cpu", name)]
-    for k in range(torch.cuda.device_count()):
-        devices.append(_device(f"cuda:{k}", torch.cuda.get_device_name(k)))
-    if len(devices) == 1:
-        why = (
-            "torch finds no device"
-            if torch.backends.cuda.is_built()
-            else f"torch {torch.__version__} is built without CUDA"
-        )
-        devices.append(_row("cuda", "-", "none", why))
-    return devices
+    count, why = torch.cuda.device_count(), "torch finds no device"
+    devices = [_device(f"cuda:{k}", torch.cuda.get_device_name(k)) for k in range(count)]
+    if not torch.backends.cuda.is_built():
+        why = f"torch {torch.__version__} is built without CUDA"
+    return [_device("cpu", name), *(devices or [_row("cuda", "-", "none", why)])]
 
 
 def _instructions() -> list[str]:

@@ -168,6 +168,10 @@ class Figure:
         entries = [(run.name, view.color(run), view.dash(run)) for run in drawn if view.several]
         self.legend = entries + self.legend
 
+    def name(self, what: str, color: str, style: str) -> None:
+        """Continue the legend with what all runs have, in no run's colour."""
+        self.legend.append((what, GREY if self.view.several else color, style))
+
     def cover(self, values: Iterable[float | None]) -> None:
         """Extend the logarithmic axis to the positive, finite values."""
         for value in values:
@@ -291,8 +295,8 @@ def noise_scale(view: View, metric: str = "euclidean") -> Figure:
             text = f"single samples, last checkpoint: {said(check)}"
             figure.mark(view.x(run.points[-1]), check, "diamond-open", color, text)
     if now:
-        mean, newest = (GREY, GREY) if view.several else COLORS[:2]
-        figure.legend += [("mean of the window", mean, "solid"), ("newest weights", newest, "dot")]
+        figure.name("mean of the window", COLORS[0], "solid")
+        figure.name("newest weights", COLORS[1], "dot")
     figure.name_runs(runs)
     return figure
 
@@ -338,12 +342,11 @@ def batch_size(view: View) -> Figure:
             figure.mark(x, found, "diamond", view.color(run, BRANCHES), view.label(run, words))
     if all(t.get("meta") == "size" for t in figure.traces) and figure.high <= 1.001 * figure.low:
         figure.traces = []
-    own, estimate, branches = [GREY] * 3 if view.several else [SIZE, ESTIMATE, BRANCHES]
-    figure.legend = [("batch size", own, "solid")]
+    figure.name("batch size", SIZE, "solid")
     if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
-        figure.legend.append(("critical batch size, estimate", estimate, "dot"))
+        figure.name("critical batch size, estimate", ESTIMATE, "dot")
     if any(run.critical for run in view.runs):
-        figure.legend.append(("critical batch size, branches", branches, "diamond"))
+        figure.name("critical batch size, branches", BRANCHES, "diamond")
     figure.name_runs(r for r in view.runs if r.decisions or r.critical or _staircase(view, r))
     return figure
 
@@ -385,8 +388,7 @@ def factors(view: View) -> Figure:
         text = view.label(run, words, "{run}, {what}")
         figure.mark(x + aside, factor, SYMBOLS[metric], color, text)
     for metric in drawn:
-        color = GREY if view.several else COLORS[METRICS.index(metric)]
-        figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
+        figure.name(FACTORS[metric], COLORS[METRICS.index(metric)], SYMBOLS[metric])
     figure.name_runs(run for run in view.runs if run.critical)
     return figure
 

@@ -113,20 +113,15 @@ def examine(options: Options) -> dict[str, Any]:
 
 
 def _law(p: laws.Prediction, context: int, batch: int | None) -> dict[str, Any]:
-    law = p.law
+    said = "quantity", "argument", "fitted", "formula", "source", "note"
     return {
-        "law": law.name,
-        "quantity": law.quantity,
+        "law": p.law.name,
+        **{name: getattr(p.law, name) for name in said},
+        "at": p.value,
+        "extrapolated": p.extrapolated,
         "tokens": p.batch_tokens,
         "samples": p.batch_tokens / context,
         "planned_over_it": None if batch is None else batch * context / p.batch_tokens,
-        "argument": law.argument,
-        "at": p.value,
-        "fitted": law.fitted,
-        "extrapolated": p.extrapolated,
-        "formula": law.formula,
-        "source": law.source,
-        "note": law.note,
     }
 
 

@@ -47,45 +47,38 @@ class SingleSamples:
         self._seen[name] += 1
 
     def estimate(self, metric: str, left_out: tuple[str, ...], optimizer: Any) -> Estimate:
-        """The noise scale without the parameters ``left_out``: its ends are the bounds of a dual
-        norm that n samples give, ‖ĝ‖ and ⟨D(g¹), g²⟩ of their halves.
+        """The noise scale without the parameters ``left_out``. Its ends are the bounds of a dual
+        norm that n samples give, ‖ĝ‖ and ⟨D(g¹), g²⟩ of their halves; under Adam's metric the norm
+        has an unbiased estimate.
         """
-        if metric == "adam":
-            return self._under_adam(left_out, optimizer)
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         sigma = most = least = 0.0
         for name, sums in self._sums.items():
             if name in left_out or (metric == "spectral" and name not in self._grams):
                 continue
             n, sum_ = self._seen[name], sums.sum(0)
             first, second = sums[0] / (n - n // 2), sums[1] / (n // 2)
+            squared = sum_.square() / n
+            variance = (self._squares[name] - squared) / (n - 1)
             if metric == "sign":
-                variance = (self._squares[name] - sum_.square() / n) / (n - 1)
                 sigma += variance.clamp(min=0).sqrt().sum().item()
                 most += sum_.abs().sum().item() / n
                 least += (first.sign() * second + second.sign() * first).sum().item() / 2
-            else:
+            elif metric == "spectral":
                 covariance = (self._grams[name] - dual_norms.gram(sum_) / n) / (n - 1)
                 sigma += torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt().sum().item()
                 most += torch.linalg.svdvals(sum_).sum().item() / n
                 least += (_step(first) * second + _step(second) * first).sum().item() / 2
-        ends = [(sigma / norm) ** 2 if norm > 0 else math.inf for norm in (most, least)]
-        return Estimate(math.sqrt(ends[0] * ends[1]), *ends)
-
-    def _under_adam(self, left_out: tuple[str, ...], optimizer: Any) -> Estimate:
-        trace = norm = 0.0
-        for group in optimizer.param_groups:
-            for name, p in self._named.items():
-                if name in left_out or not any(p is own for own in group["params"]):
-                    continue
-                state, n = optimizer.state[p], self._seen[name]
+            elif group := groups.get(self._named[name]):
+                state = optimizer.state[self._named[name]]
                 unbiased = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"].item())
                 P = 1 / (unbiased.double().sqrt() + group["eps"])
-                squared = self._sums[name].sum(0).square() / n
-                variance = (self._squares[name] - squared) / (n - 1)
-                trace += (P * variance).sum().item()
-                norm += (P * (squared - variance)).sum().item() / n
-        found = trace / norm if norm > 0 else math.inf
-        return Estimate(found, found, found)
+                sigma += (P * variance).sum().item()
+                most += (P * (squared - variance)).sum().item() / n
+        if metric == "adam":
+            return Estimate(*[sigma / most if most > 0 else math.inf] * 3)
+        ends = [(sigma / norm) ** 2 if norm > 0 else math.inf for norm in (most, least)]
+        return Estimate(math.sqrt(ends[0] * ends[1]), *ends)
 
 
 def _step(g: Tensor) -> Tensor:
