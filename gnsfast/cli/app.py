@@ -9,12 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gnsfast.cli import branch as branch_
-from gnsfast.cli import doctor as doctor_
-from gnsfast.cli import plan as plan_
-from gnsfast.cli import report as report_
-from gnsfast.cli import run as run_
-from gnsfast.cli import schedule as schedule_
+from gnsfast.cli import branch, doctor, plan, report, run, schedule
 from gnsfast.cli.live import watch
 from gnsfast.cli.options import takes
 from gnsfast.cli.records import read_runs
@@ -50,9 +45,9 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, list) else value
 
 
-@app.command()
-@takes(run_.Options)
-def demo(options: run_.Options, as_json: Json = False) -> None:
+@app.command("demo")
+@takes(run.Options)
+def demo_(options: run.Options, as_json: Json = False) -> None:
     """Train a small GPT on real text with its noise scale on the screen, then check the number.
 
     Writes metrics.jsonl and report.html into the run folder. Ctrl-C ends the run with a report.
@@ -60,21 +55,21 @@ def demo(options: run_.Options, as_json: Json = False) -> None:
     folder = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    result = run_demo(run_.Demo(options), folder, Console(quiet=as_json))
+    result = run_demo(run.Demo(options), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(130 if result["interrupted"] else 0)
 
 
-@app.command()
-@takes(report_.Options)
-def report(options: report_.Options, as_json: Json = False) -> None:
+@app.command("report")
+@takes(report.Options)
+def report_(options: report.Options, as_json: Json = False) -> None:
     """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
     Ctrl-C ends --live and keeps the page.
     """
     paths = list(dict.fromkeys(options.runs))
-    page = options.out or report_.default_page(paths)
+    page = options.out or report.default_page(paths)
     if page.suffix != ".html":
         raise typer.BadParameter(f"{page} is not an .html file", param_hint="--out")
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
@@ -83,43 +78,43 @@ def report(options: report_.Options, as_json: Json = False) -> None:
         found = watch(paths, page, options.every, console.print)
     else:
         found = read_runs(paths)
-        report_.write_report(found, page)
+        report.write_report(found, page)
     if as_json:
         typer.echo(json.dumps({"runs": [run.summary() for run in found], "report": str(page)}))
     console.print(f"Report: {page}")
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
+@app.command("doctor")
+def doctor_(as_json: Json = False) -> None:
     """Show versions, devices and back-ends, and say why a back-end is missing."""
-    print_found("doctor.txt", doctor_.examine(), as_json)
+    print_found("doctor.txt", doctor.examine(), as_json)
 
 
-@app.command()
-@takes(plan_.Options)
-def plan(options: plan_.Options, as_json: Json = False) -> None:
+@app.command("plan")
+@takes(plan.Options)
+def plan_(options: plan.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
-    print_found("plan.txt", plan_.examine(options), as_json)
+    print_found("plan.txt", plan.examine(options), as_json)
 
 
-@app.command()
-@takes(schedule_.Options)
-def schedule(options: schedule_.Options, as_json: Json = False) -> None:
+@app.command("schedule")
+@takes(schedule.Options)
+def schedule_(options: schedule.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
-    print_found("schedule.txt", schedule_.examine(options), as_json)
+    print_found("schedule.txt", schedule.examine(options), as_json)
 
 
-@app.command()
-@takes(branch_.Options)
-def branch(options: branch_.Options, as_json: Json = False) -> None:
+@app.command("branch")
+@takes(branch.Options)
+def branch_(options: branch.Options, as_json: Json = False) -> None:
     """Measure the critical batch size of a run by training branches of it with other batch sizes.
 
     Ctrl-C stops it. Run the same command again to continue.
     """
     out, factor = options.out, options.factor
     try:
-        say = None if as_json else lambda each: typer.echo(branch_.branch_line(each))
-        result = branch_.measure(options, say)
+        say = None if as_json else lambda each: typer.echo(branch.branch_line(each))
+        result = branch.measure(options, say)
     except KeyboardInterrupt:
         typer.echo(f"gnsfast: stopped. Run the same command again to continue in {out}", err=True)
         raise typer.Exit(130) from None

@@ -51,6 +51,10 @@ class View:
         """Where a record lies on the axis."""
         return run.at(record["tokens"], self.over_tokens)
 
+    def ends(self, stretch: dict[str, Any]) -> list[float]:
+        """Where a stretch of a run lies on the axis."""
+        return stretch["tokens" if self.over_tokens else "steps"]  # type: ignore[no-any-return]
+
     def after(self, run: Run, step: int) -> float:
         """Where the first point from a step on lies, or else the last one."""
         k = bisect.bisect_left(run.points, step, key=lambda p: p.step)
@@ -323,7 +327,8 @@ def batch_size(view: View) -> Figure:
         for over in run.over:
             color = view.color(run, OVER)
             fill = {"fillcolor": color, "opacity": 0.16, "line": {"width": 1, "color": color}}
-            figure.shape("rect", view.x(over.start), view.x(over.end), **fill, layer="below")
+            start, end = view.ends(over)
+            figure.shape("rect", start, end, **fill, layer="below")
         if steps := _staircase(view, run):
             figure.cover(size for _, size in steps)
             line = {"color": view.color(run, SIZE), "width": 2.2, "dash": view.dash(run)}

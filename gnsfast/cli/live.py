@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gnsfast.cli.records import NothingYet, Reader, named
-from gnsfast.cli.report import Live, write_report
+from gnsfast.cli.report import write_report
 from gnsfast.cli.runs import Run
 
 HEARTBEAT = 60.0
@@ -50,7 +50,7 @@ def watch(
             if runs and (news or now - written >= HEARTBEAT):
                 if news and written > 0:
                     refresh = min(HEARTBEAT, max(every, now - written))
-                write_report(runs, out, Live(refresh, 3 * HEARTBEAT + every))
+                write_report(runs, out, {"refresh": refresh, "stale": 3 * HEARTBEAT + every})
                 written = now
             sleep(every)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -37,14 +37,6 @@ class Options:
     every: float = field(default=5.0, metadata={"min": 0.5})
 
 
-@dataclass(frozen=True)
-class Live:
-    """Seconds until an open page reloads itself, and until it says that its writer has stopped."""
-
-    refresh: float
-    stale: float
-
-
 def default_page(paths: list[Path]) -> Path:
     """Beside the run; for several runs in the working directory."""
     if len(paths) > 1:
@@ -52,8 +44,13 @@ def default_page(paths: list[Path]) -> Path:
     return paths[0].with_suffix(".html") if paths[0].is_file() else paths[0] / "report.html"
 
 
-def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
-    """Replace ``path`` at once, so that nobody reads half a page."""
+def write_report(runs: list[Run], path: Path, live: dict[str, float] | None = None) -> Path:
+    """Replace ``path`` at once, so that nobody reads half a page.
+
+    Args:
+        live: the seconds until an open page reloads itself, ``refresh``, and until it says that its
+            writer has stopped, ``stale``.
+    """
     view, now = View(runs), time.time()
     figures = all_figures(view)
     names = {"euclidean": "noise scale"} | OTHERS
@@ -63,7 +60,7 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     text = render(
         "report.html",
         view=view,
-        live=live and {"written": 1000 * now, **asdict(live)},
+        live=live and {"written": 1000 * now, **live},
         clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)),
         others=OTHERS,
         names=names,

@@ -134,14 +134,14 @@ class Demo:
         self.text = tiny_gpt.read_text()
         self.model = tiny_gpt.TinyGPT()
         self.optimizer = optimizers.make(options.optimizer, self.model)
-        self.gns = gnsfast.GradientNoiseScale(self.model, **self._others())
+        self.gns = self._estimator()
         self.generator = torch.Generator().manual_seed(options.seed)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
-    def _others(self) -> dict[str, Any]:
-        """Which other noise scales an estimator measures."""
-        asked = self.options.metrics
-        return {"metric": asked, "optimizer": optimizer_for(asked, self.optimizer)}
+    def _estimator(self) -> gnsfast.GradientNoiseScale:
+        asked: Any = self.options.metrics
+        optimizer = optimizer_for(asked, self.optimizer)
+        return gnsfast.GradientNoiseScale(self.model, metric=asked, optimizer=optimizer)
 
     def header(self) -> dict[str, Any]:
         """What the first line of ``metrics.jsonl`` says."""
@@ -181,14 +181,8 @@ class Demo:
                 share = math.nan
                 if len(plain) > 2:
                     share = 1 - statistics.median(plain) / statistics.median(measured[WARM_UP:])
-                yield Progress(
-                    step=step,
-                    samples=self.options.samples,
-                    loss=loss.item(),
-                    scale=self.gns.compute(),
-                    share=share,
-                    seconds=time.perf_counter() - start,
-                )
+                found, seconds = self.gns.compute(), time.perf_counter() - start
+                yield Progress(step, len(batch), loss.item(), found, share, seconds)
 
     def _step(self, batch: torch.Tensor, without: bool) -> torch.Tensor:
         if without:
@@ -205,7 +199,7 @@ class Demo:
 
     def check(self, tick: Callable[[float], None]) -> Check:
         """Measure the frozen model both ways; ``tick`` gets the share that is done."""
-        gns = gnsfast.GradientNoiseScale(self.model, **self._others())
+        gns = self._estimator()
         for _ in range(CHECK_BATCHES):
             batch = self.draw(self.options.samples)
             with gns.microbatch(len(batch)):
@@ -213,10 +207,7 @@ class Demo:
             gns.update()
             self.model.zero_grad()
 
-        def samples() -> Iterator[torch.Tensor]:
-            return iter(self.draw(CHECK_SAMPLES).split(1))
-
-        done = 0
+        samples, done = self.draw(CHECK_SAMPLES).split(1), 0
 
         def loss_of(model: torch.nn.Module, sample: torch.Tensor) -> torch.Tensor:
             nonlocal done
@@ -227,7 +218,7 @@ class Demo:
 
         found, singles = gns.compute(), SingleSamples(self.model)
         with singles.watched() if found.others else nullcontext():
-            truth = gnsfast.brute_force_noise_scale(self.model, loss_of, samples())
+            truth = gnsfast.brute_force_noise_scale(self.model, loss_of, samples)
         others = {
             metric: singles.estimate(metric, getattr(scale, "left_out", ()), self.optimizer)
             for metric, scale in found.others.items()

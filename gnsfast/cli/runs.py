@@ -54,15 +54,6 @@ class LayerLine(NamedTuple):
     values: dict[str, float | None]
 
 
-@dataclass(frozen=True)
-class Over:
-    """A stretch on which the batch was larger than ``OVER`` times the estimate."""
-
-    start: Point
-    end: Point
-    ratio: float
-
-
 @dataclass(eq=False)
 class Run:
     """What was read from one file, or from all files of a run."""
@@ -135,15 +126,18 @@ class Run:
         return float(self.decisions[-1]["new"]) if self.decisions else self.last("batch/size")
 
     @cached_property
-    def over(self) -> list[Over]:
-        """Stretches above ``OVER`` times the estimate, each up to the first point below it."""
+    def over(self) -> list[dict[str, Any]]:
+        """Stretches on which the batch was above ``OVER`` times the estimate, each up to the first
+        point below it.
+        """
         known = [p for p in self.points if "cbs/ratio" in p.values or "cbs/estimate" in p.values]
         ratios, found = [p.ratio or 0.0 for p in known], []
         for over, group in groupby(range(len(known)), lambda k: ratios[k] > OVER):
             if over:
                 stretch = list(group)
-                end = known[min(stretch[-1] + 1, len(known) - 1)]
-                found.append(Over(known[stretch[0]], end, max(ratios[k] for k in stretch)))
+                ends = known[stretch[0]], known[min(stretch[-1] + 1, len(known) - 1)]
+                where = {"steps": [p.step for p in ends], "tokens": [p.tokens for p in ends]}
+                found.append({**where, "ratio": max(ratios[k] for k in stretch)})
         return found
 
     def without_tokens(self) -> str:
@@ -201,14 +195,7 @@ class Run:
             "largest_samples": [{**each, "times_listed": n} for each, n in self.listed],
             "batch_size": self.batch_size,
             "critical_batch_ratio": self.end.ratio if self.end else None,
-            "over_critical_batch": [
-                {
-                    "steps": [over.start.step, over.end.step],
-                    "tokens": [over.start.tokens, over.end.tokens],
-                    "ratio": over.ratio,
-                }
-                for over in self.over
-            ],
+            "over_critical_batch": self.over,
             "critical_batch_branches": [
                 {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
                 | {"factors": {m: _known(f) for m, f in factors_in(c).items()}}
