@@ -17,13 +17,7 @@ from typer import Argument
 from gnsfast.arguments import check_choice
 from gnsfast.cli.executors import opened
 from gnsfast.cli.options import Count
-from gnsfast.critical_batch.branches import (
-    Branch,
-    BranchRun,
-    CriticalBatch,
-    measure_critical_batch,
-    measure_repeatedly,
-)
+from gnsfast.critical_batch import branches
 from gnsfast.noise_scale import METRICS
 
 NEEDED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
@@ -48,7 +42,7 @@ class Target:
     entry_point: str
     checkpoint: Path | None = None
 
-    def __call__(self) -> BranchRun:
+    def __call__(self) -> branches.BranchRun:
         where, _, name = self.entry_point.rpartition(":")
         if not where or not name:
             raise TargetError(
@@ -69,7 +63,7 @@ class Target:
             if not checkpoint.is_dir():
                 raise TargetError(f"--checkpoint {checkpoint} is not a folder")
             self._guarded(f"restoring {checkpoint}", lambda: run.restore(checkpoint))
-        return cast(BranchRun, run)
+        return cast(branches.BranchRun, run)
 
     def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
         """Run the user's code; its error becomes one line with the place in it."""
@@ -159,7 +153,9 @@ class Options:
     factor: str | None = None
 
 
-def measure(options: Options, on_branch: Callable[[Branch], None] | None) -> CriticalBatch:
+def measure(
+    options: Options, on_branch: Callable[[branches.Branch], None] | None
+) -> branches.CriticalBatch:
     """Train branches of the run, once or as often as ``--repeats`` says."""
     repeats, out = options.repeats, options.out
     where = None if options.checkpoint is None else options.checkpoint.absolute()
@@ -182,17 +178,17 @@ def measure(options: Options, on_branch: Callable[[Branch], None] | None) -> Cri
     how |= {"save_every_tokens": options.save_every, "on_branch": on_branch}
     with opened(options.executor, options.executor_option or [], out) as engine:
         if repeats > 1:
-            return measure_repeatedly(make_run(), repeats=repeats, executor=engine, **how)
+            return branches.measure_repeatedly(make_run(), repeats=repeats, executor=engine, **how)
         if (out / "repeat-1").exists():
             raise ValueError(
                 f"{out} holds repeated measurements, and a single one would replace their mean: "
                 "pass --repeats again, or another --out"
             )
         run = None if options.launcher or options.executor else make_run()
-        return measure_critical_batch(run, executor=engine, **how)
+        return branches.measure_critical_batch(run, executor=engine, **how)
 
 
-def branch_line(branch: Branch) -> str:
+def branch_line(branch: branches.Branch) -> str:
     """A finished branch in one line."""
     start = f"k = {branch.k:<6g} batch {branch.batch_size:>8,}"
     if branch.state == "failed":

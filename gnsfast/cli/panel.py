@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnsfast.cli.run import CHECK_BATCHES, CHECK_SAMPLES, Check, Demo, Progress
-from gnsfast.cli.terminal import page
+from gnsfast.cli.terminal import parts
 from gnsfast.noise_scale import OTHERS, Estimate
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -172,4 +172,4 @@ class Panel(Live):
         shown = {"now": now, "losses": self.losses, "scales": self.scales}
         rows = {"others": others(now), "verdict": verdict(self.check) if self.check else []}
         words = {"value": value, "span": span, "sparkline": sparkline}
-        return page("panel.txt", share=percent(now.share), **shown, **rows, **words)
+        return parts("panel.txt", share=percent(now.share), **shown, **rows, **words)

@@ -14,7 +14,7 @@ from typer import Argument
 import gnsfast
 from gnsfast.cli.figures import View, all_figures
 from gnsfast.cli.runs import Run
-from gnsfast.cli.words import factors_in, render
+from gnsfast.cli.words import factors_in, page
 from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.noise_scale import METRICS, OTHERS, OVER
@@ -57,8 +57,7 @@ def write_report(runs: list[Run], path: Path, live: dict[str, float] | None = No
     headers = {run.name: run.header for run in runs if run.header}
     points = [p for run in runs for p in run.points]
     factors = [(run, each, factors_in(each)) for run in runs for each in run.critical]
-    text = render(
-        "report.html",
+    text: str = page("report.html").render(
         view=view,
         live=live and {"written": 1000 * now, **live},
         clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now)),

@@ -11,14 +11,7 @@ from typer import Argument
 from gnsfast.arguments import check_choice
 from gnsfast.cli.options import Count, pairs
 from gnsfast.counts import exact_count
-from gnsfast.critical_batch.laws import (
-    SAME_COMPUTE,
-    BatchSizeSchedule,
-    Saved,
-    aligned_changes,
-    exports,
-    read_records,
-)
+from gnsfast.critical_batch import exports, laws
 from gnsfast.critical_batch.rules import NAMES, Rules
 
 
@@ -68,7 +61,7 @@ def examine(options: Options) -> dict[str, Any]:
             for stage in schedule.stages
         ],
         "steps": _saved(saved),
-        "note": SAME_COMPUTE,
+        "note": laws.SAME_COMPUTE,
         "seconds": None,
         "export": None,
     }
@@ -82,7 +75,7 @@ def examine(options: Options) -> dict[str, Any]:
     return found
 
 
-def read_schedule(options: Options) -> BatchSizeSchedule:
+def read_schedule(options: Options) -> laws.BatchSizeSchedule:
     """From a controller's log (a file or a run folder), or from thresholds."""
     source, log = options.source, Path(options.source).exists()
     if not log and ":" not in source:
@@ -90,7 +83,7 @@ def read_schedule(options: Options) -> BatchSizeSchedule:
             f"{source!r} is neither a log file, a run folder, nor thresholds such as "
             "'0:1024 168B:2048'"
         )
-    read = BatchSizeSchedule.from_log if log else BatchSizeSchedule.parse
+    read = laws.BatchSizeSchedule.from_log if log else laws.BatchSizeSchedule.parse
     length = options.tokens_per_sample
     return read(source, total_tokens=options.total_tokens, tokens_per_sample=length)
 
@@ -100,7 +93,7 @@ def read_rule(options: Options) -> str:
     source, lr = options.source, options.lr
     if lr is not None:
         check_choice("--lr", lr, NAMES["lr"])
-    changes = read_records(source) if Path(source).exists() else []
+    changes = laws.read_records(source) if Path(source).exists() else []
     changes = [r for r in changes if r.get("kind") == "decision" and r.get("old") != r.get("new")]
     fits = [lr] if lr is not None else ["sqrt", "linear", "keep"]
     for change in changes:
@@ -116,7 +109,7 @@ def read_rule(options: Options) -> str:
     return fits[0]
 
 
-def _saved(saved: Saved) -> dict[str, float]:
+def _saved(saved: laws.Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
 
 
@@ -125,7 +118,7 @@ Export = tuple[Any, str, list[str]]
 else the framework needs."""
 
 
-def _megatron(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+def _megatron(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     last = schedule.stages[-1]
     end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
     try:
@@ -140,14 +133,14 @@ def _megatron(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
     return exports.megatron(schedule), exports.megatron_lines(schedule, lr), notes
 
 
-def _olmo_core(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+def _olmo_core(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     why = "it grows a batch only after a number of batches that is a multiple of new / old"
     own = "OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."
     value = exports.olmo_core(schedule, lr=lr)
     return value, "", [own, *_departures(schedule, "OLMo-core", why)]
 
 
-def _lightning(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+def _lightning(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     found = exports.lightning(
         schedule,
         samples_per_batch=_passes(options)["micro_batch"] * options.processes,
@@ -158,7 +151,7 @@ def _lightning(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export
     return asdict(found), exports.lightning_lines(found.lr_factors), []
 
 
-def _hugging_face(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+def _hugging_face(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     passes = _passes(options)
     plan = exports.hugging_face(
         schedule,
@@ -175,7 +168,7 @@ def _hugging_face(schedule: BatchSizeSchedule, options: Options, lr: str) -> Exp
     return plan, exports.hugging_face_lines(schedule, lr, **passes), notes
 
 
-def _nanogpt(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+def _nanogpt(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), []
 
 
@@ -200,10 +193,10 @@ def _required(value: int | None, name: str, options: Options) -> int:
     return value
 
 
-def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
+def _departures(schedule: laws.BatchSizeSchedule, who: str, why: str) -> list[str]:
     """Where a trainer makes the changes of a schedule late, or leaves them out."""
     departs = []
-    for change, stage in zip(aligned_changes(schedule), schedule.stages[1:]):
+    for change, stage in zip(laws.aligned_changes(schedule), schedule.stages[1:]):
         size, at = f"{change.new:,} samples", f"{exact_count(change.threshold)} tokens"
         if change.samples is None and stage.steps:
             departs.append(f"leaves out the change to {size} at {at}")

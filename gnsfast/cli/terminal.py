@@ -9,29 +9,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gnsfast.cli.words import render
+from gnsfast.cli.words import page
 
 
 def show(name: str, found: dict[str, Any], console: Console) -> None:
     """Print a template that knows ``found``."""
-    for part in page(name, **found):
+    for part in parts(name, **found):
         console.print(part, soft_wrap=getattr(part, "no_wrap", None))
 
 
-def page(name: str, **found: Any) -> list[Text | Table]:
+def parts(name: str, **found: Any) -> list[Text | Table]:
     """The paragraphs and tables of a template. Lines that begin with | are a table as Markdown
     writes it, lines that begin with > are text that is neither markup nor wrapped.
     """
-    lines = render(name, **found).removesuffix("\n").split("\n")
-    parts: list[Text | Table] = []
+    lines = page(name).render(found).removesuffix("\n").split("\n")
+    shown: list[Text | Table] = []
     for kind, group in groupby(lines, lambda line: line[:1] if line[:1] in "|>" else ""):
         if kind == "|":
-            parts.append(_table(*group))
+            shown.append(_table(*group))
         elif kind == ">":
-            parts.append(Text("\n".join(line[2:] for line in group), no_wrap=True))
+            shown.append(Text("\n".join(line[2:] for line in group), no_wrap=True))
         else:
-            parts.append(Text.from_markup("\n".join(group), emoji=False))
-    return parts
+            shown.append(Text.from_markup("\n".join(group), emoji=False))
+    return shown
 
 
 def _table(*lines: str) -> Table:

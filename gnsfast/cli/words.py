@@ -5,7 +5,7 @@ filter.
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from json import dumps as dumps
 from typing import Any
 
@@ -28,10 +28,11 @@ count = partial(short_count, whole=1e4, units="kMBT")
 """Steps and tokens: 26.2M."""
 
 
-def render(name: str, **found: Any) -> str:
-    """A template that knows ``found``."""
-    filters = {name: each for name, each in globals().items() if callable(each)}
-    return template("gnsfast.cli", name, **filters).render(found)
+@cache
+def page(name: str) -> Any:
+    """A template, which is read once: the demo's panel is drawn many times."""
+    filters = {own: each for own, each in globals().items() if callable(each)}
+    return template("gnsfast.cli", name, **filters)
 
 
 def number(value: float) -> str:
