@@ -2,6 +2,8 @@
 """What the demo shows while it trains: a live panel on a terminal, plain lines elsewhere."""
 
 import math
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from rich import box
@@ -75,7 +77,7 @@ def verdict(check: Check) -> list[tuple[str, str]]:
     return rows
 
 
-class Lines:
+class Lines(nullcontext[Any]):
     """A line every ``LINE_EVERY`` steps, for files and pipes."""
 
     def __init__(self, demo: Demo, console: Console) -> None:
@@ -89,9 +91,6 @@ class Lines:
         )
         self.print("  step   loss  noise scale  interval                   statistics    time")
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
 
     def print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
@@ -166,9 +165,9 @@ class Panel(Live):
         table.add_row(f"step {step}/{steps}", bar, left)
         return table
 
-    def _numbers(self) -> list[Text | Table]:
+    def _numbers(self) -> Iterable[RenderableType]:
         if (now := self.now) is None:
-            return []
+            return ()
         shown = {"now": now, "losses": self.losses, "scales": self.scales}
         rows = {"others": others(now), "verdict": verdict(self.check) if self.check else []}
         words = {"value": value, "span": span, "sparkline": sparkline}

@@ -10,7 +10,7 @@ from typer import Argument
 
 from gnsfast.arguments import check_choice
 from gnsfast.cli.options import Count, pairs
-from gnsfast.counts import exact_count
+from gnsfast.cli.words import page
 from gnsfast.critical_batch import exports, laws
 from gnsfast.critical_batch.rules import NAMES, Rules
 
@@ -71,7 +71,8 @@ def examine(options: Options) -> dict[str, Any]:
         if options.export not in EXPORTS:
             raise ValueError(f"--export is {options.export!r}, but must be {', '.join(EXPORTS)}")
         value, lines, notes = EXPORTS[options.export](schedule, options, lr)
-        found["export"] = {"for": options.export, "value": value, "notes": notes, "lines": lines}
+        said = page("notes.txt").render(framework=options.export, **notes).splitlines()
+        found["export"] = {"for": options.export, "value": value, "notes": said, "lines": lines}
     return found
 
 
@@ -113,31 +114,25 @@ def _saved(saved: laws.Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
 
 
-Export = tuple[Any, str, list[str]]
+Export = tuple[Any, str, dict[str, Any]]
 """A schedule in a framework's own form, lines of code for what that form does not hold, and what
-else the framework needs."""
+the notes in ``templates/notes.txt`` say of it.
+"""
 
 
 def _megatron(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
     last = schedule.stages[-1]
     end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
     try:
-        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
+        ramp = f"gives the same steps: {exports.megatron_ramp(schedule)}"
     except ValueError as error:
-        ramp = f"The older ramp cannot give these steps: {error}"
-    notes = [
-        f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)",
-        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
-        + ramp,
-    ]
-    return exports.megatron(schedule), exports.megatron_lines(schedule, lr), notes
+        ramp = f"cannot give these steps: {error}"
+    lines = exports.megatron_lines(schedule, lr)
+    return exports.megatron(schedule), lines, {"end": end, "ramp": ramp}
 
 
 def _olmo_core(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    why = "it grows a batch only after a number of batches that is a multiple of new / old"
-    own = "OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."
-    value = exports.olmo_core(schedule, lr=lr)
-    return value, "", [own, *_departures(schedule, "OLMo-core", why)]
+    return exports.olmo_core(schedule, lr=lr), "", {"departures": _departures(schedule)}
 
 
 def _lightning(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
@@ -148,28 +143,20 @@ def _lightning(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> E
         round_to_epochs=options.round_to_epochs,
         lr=lr,
     )
-    return asdict(found), exports.lightning_lines(found.lr_factors), []
+    return asdict(found), exports.lightning_lines(found.lr_factors), {}
 
 
 def _hugging_face(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    passes = _passes(options)
-    plan = exports.hugging_face(
-        schedule,
-        per_device_train_batch_size=passes["micro_batch"],
-        processes=options.processes,
-        lr=lr,
-    )
-    why = "it changes the batch size only where a step of either size would end"
-    steps = (
-        f"Train with max_steps={exports.hugging_face_max_steps(schedule)}: with BatchSizeCallback "
-        'Trainer\'s max_steps and global_step ("step") count steps of the first batch size.'
-    )
-    notes = [steps, *_departures(schedule, "BatchSizeCallback", why)]
-    return plan, exports.hugging_face_lines(schedule, lr, **passes), notes
+    passes, processes = _passes(options), options.processes
+    own = {"per_device_train_batch_size": passes["micro_batch"], "processes": processes}
+    plan = exports.hugging_face(schedule, **own, lr=lr)
+    notes = {"max_steps": exports.hugging_face_max_steps(schedule)}
+    lines = exports.hugging_face_lines(schedule, lr, **passes)
+    return plan, lines, notes | {"departures": _departures(schedule)}
 
 
 def _nanogpt(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), []
+    return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), {}
 
 
 EXPORTS = {
@@ -193,14 +180,7 @@ def _required(value: int | None, name: str, options: Options) -> int:
     return value
 
 
-def _departures(schedule: laws.BatchSizeSchedule, who: str, why: str) -> list[str]:
-    """Where a trainer makes the changes of a schedule late, or leaves them out."""
-    departs = []
-    for change, stage in zip(laws.aligned_changes(schedule), schedule.stages[1:]):
-        size, at = f"{change.new:,} samples", f"{exact_count(change.threshold)} tokens"
-        if change.samples is None and stage.steps:
-            departs.append(f"leaves out the change to {size} at {at}")
-        elif change.samples is not None and change.late:
-            steps = "1 step" if change.late == 1 else f"{change.late:,} steps"
-            departs.append(f"changes to {size} {steps} of {change.old:,} samples late")
-    return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
+def _departures(schedule: laws.BatchSizeSchedule) -> list[tuple[Any, Any]]:
+    """The changes of a schedule that a trainer makes late, or leaves out, with their stages."""
+    changes = zip(laws.aligned_changes(schedule), schedule.stages[1:])
+    return [(c, stage) for c, stage in changes if (stage.steps if c.samples is None else c.late)]

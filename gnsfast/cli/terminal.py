@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands print: a template for each in ``templates/``, in rich's markup."""
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -18,20 +19,18 @@ def show(name: str, found: dict[str, Any], console: Console) -> None:
         console.print(part, soft_wrap=getattr(part, "no_wrap", None))
 
 
-def parts(name: str, **found: Any) -> list[Text | Table]:
+def parts(name: str, **found: Any) -> Iterator[Text | Table]:
     """The paragraphs and tables of a template. Lines that begin with | are a table as Markdown
     writes it, lines that begin with > are text that is neither markup nor wrapped.
     """
     lines = page(name).render(found).removesuffix("\n").split("\n")
-    shown: list[Text | Table] = []
     for kind, group in groupby(lines, lambda line: line[:1] if line[:1] in "|>" else ""):
         if kind == "|":
-            shown.append(_table(*group))
+            yield _table(*group)
         elif kind == ">":
-            shown.append(Text("\n".join(line[2:] for line in group), no_wrap=True))
+            yield Text("\n".join(line[2:] for line in group), no_wrap=True)
         else:
-            shown.append(Text.from_markup("\n".join(group), emoji=False))
-    return shown
+            yield Text.from_markup("\n".join(group), emoji=False)
 
 
 def _table(*lines: str) -> Table:
