@@ -121,6 +121,9 @@ def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu()["backend"] == "triton"
     monkeypatch.setenv("GNSFAST_BACKEND", "fast")
     assert cpu()["backend"] == "none" and "GNSFAST_BACKEND=fast" in cpu()["why"]
+    monkeypatch.setenv("GNSFAST_BACKEND", "a | b\nc")
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert "GNSFAST_BACKEND=a │ b c" in said  # a bar in a cell begins no other cell
     monkeypatch.delenv("GNSFAST_BACKEND")
     monkeypatch.setenv("GNSFAST_CPU_PRODUCT", "mkl")
     choices = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["choices"]
