@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gnsfast.cli import branch, doctor, plan, report, run, schedule
 from gnsfast.cli.live import watch
-from gnsfast.cli.options import takes
+from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.session import run_demo
 from gnsfast.cli.terminal import show
@@ -63,6 +63,7 @@ def demo_(options: run.Options, as_json: Json = False) -> None:
 
 @app.command("report")
 @takes(report.Options)
+@input_errors()
 def report_(options: report.Options, as_json: Json = False) -> None:
     """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
@@ -92,6 +93,7 @@ def doctor_(as_json: Json = False) -> None:
 
 @app.command("plan")
 @takes(plan.Options)
+@input_errors()
 def plan_(options: plan.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
     print_found("plan.txt", plan.examine(options), as_json)
@@ -99,6 +101,7 @@ def plan_(options: plan.Options, as_json: Json = False) -> None:
 
 @app.command("schedule")
 @takes(schedule.Options)
+@input_errors()
 def schedule_(options: schedule.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
     print_found("schedule.txt", schedule.examine(options), as_json)
@@ -106,6 +109,7 @@ def schedule_(options: schedule.Options, as_json: Json = False) -> None:
 
 @app.command("branch")
 @takes(branch.Options)
+@input_errors()
 def branch_(options: branch.Options, as_json: Json = False) -> None:
     """Measure the critical batch size of a run by training branches of it with other batch sizes.
 

@@ -57,7 +57,7 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
         def command(**given: Any) -> None:
             with input_errors():
                 made = options(**{each.name: given.pop(each.name) for each in own})
-                function(made, **given)
+            function(made, **given)
 
         rest = [*inspect.signature(function).parameters.values()][1:]
         rest = [each.replace(kind=KEYWORD) for each in rest]
