@@ -159,11 +159,12 @@ class Audit:
             for norm in each
         ]
         real = self._found.new_full((A * K,), torch.nan)
-        real[torch.tensor(audited).to(device, non_blocking=True)] = 0.0
+        real[torch.tensor(audited, device="cpu").to(device, non_blocking=True)] = 0.0
         if arrived:
             places, found = zip(*arrived)
             squares = torch.stack(found).double().square()
-            real.index_add_(0, torch.tensor(places).to(device, non_blocking=True), squares)
+            at = torch.tensor(places, device="cpu").to(device, non_blocking=True)
+            real.index_add_(0, at, squares)
         samples, ours = sums_A2K.unbind(1)
         whole = samples.sum(1, True).expand_as(samples)
         new_4AK = torch.stack([ours, real.view(A, K), samples, whole])
