@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gnsfast.following.examples import FEW
 from gnsfast.following.passes import Passes
 from gnsfast.following.proof import Proof
 from gnsfast.following.structure import Structure
@@ -77,8 +76,10 @@ class Later:
         return bits % 2 == 0 and self.count == 1 << bits - 1
 
     def some_of(self, samples: int) -> list[int]:
-        """The few samples that have a part in its loss, other ones each time."""
-        return random.Random(self.count).sample(range(samples), min(FEW, samples // 2))
+        """The half of the samples that have a part in its loss, another one each time: of two that
+        have changed places it has one or the other every second time.
+        """
+        return random.Random(self.count).sample(range(samples), samples // 2)
 
     def fail_wrong(self) -> None:
         """Note in the open pass which parameters they have shown to be wrong."""

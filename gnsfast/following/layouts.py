@@ -197,11 +197,14 @@ def place_of(
 
 
 def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> Layout | None:
-    """The one dimension whose size is in proportion to the number of samples."""
+    """The one dimension whose size is in proportion to the number of samples. Others may be as long
+    as the longest sample.
+    """
     if fewer is None or len(fewer[0]) != len(shape):
         return None
-    dims = [d for d, (a, b) in enumerate(zip(shape, fewer[0])) if a != b]
-    if len(dims) != 1 or shape[dims[0]] * fewer[1] != fewer[0][dims[0]] * n:
+    sizes = enumerate(zip(shape, fewer[0]))
+    dims = [d for d, (a, b) in sizes if a != b and a * fewer[1] == b * n]
+    if len(dims) != 1:
         return None
     each = shape[dims[0]] // n
     return Layout(dims[0], False, each if each > 1 else 0)

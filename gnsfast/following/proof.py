@@ -8,7 +8,7 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import combinations, count, islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -93,12 +93,8 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
     found = _compared(structure, passes, trial, ALONE)
-    is_small = trial.batch.n <= trial.example.n  # then all samples had a part in the loss
-    if structure.on_any(found.reason == DRAWS or (not found.reason and is_small)):
-        first = range(min(trial.example.n, trial.batch.n - 1))
-        wrong = found.wrong | meeting(structure, passes, trial, first) | _failed(trial.leaves)
-        found = found._replace(wrong=wrong)
-    if found.reason == DRAWS:
+    drew = structure.on_any(found.reason == DRAWS)
+    if drew:
         own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
             trial.module.eval()
@@ -109,7 +105,21 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
         found = own._replace(wrong=wrong, of_loss=alone.of_loss)
     elif not found.reason:
         found = _with_loss(structure, passes, trial, found)
+    own_sets, is_small = telling_apart(trial.batch.n), trial.batch.n <= trial.example.n
+    number = len(own_sets) if found.reason else int(drew or is_small)  # else a loss had no others
+    for k in range(shared(number, max, structure.groups)):
+        wrong = meeting(structure, passes, trial, own_sets[k % len(own_sets)])
+        found = found._replace(wrong=found.wrong | wrong | _failed(trial.leaves))
     return found._replace(wrong=shared(found.wrong, _either, structure.groups))
+
+
+def telling_apart(samples: int) -> list[list[int]]:
+    """Sets of samples, such that for each two of them a set has the first one and not the second:
+    where other samples have no norm in a loss of any of these, each sample has its own.
+    """
+    m = next(m for m in count(1) if math.comb(m, m // 2) >= samples)
+    chosen = [*islice(combinations(range(m), m // 2), samples)]
+    return [[b for b, own in enumerate(chosen) if k in own] for k in range(m)]
 
 
 def _with_loss(structure: Structure, passes: Passes, trial: Trial, found: Proof) -> Proof:
@@ -419,7 +429,7 @@ JOINED = (
 
 MIXED = (
     "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
-    "another order than in the first batch"
+    "another order in it than in the batch"
 )
 UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "

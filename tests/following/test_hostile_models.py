@@ -1300,3 +1300,52 @@ def test_as_many_points_as_clouds(points: int) -> None:
     model = Made(clouds, a=linear(), b=linear())
     found = right_or_named(model, [torch.randn(points, D) for _ in range(4)], 4)
     assert len(found) == (0 if points == 4 else 4)
+def sorted_and_packed(m: Any, x: Any) -> Tensor:
+    """Its result is as long as the longest sequence, so no single sample shows the same."""
+    lengths, order = x[1].sort(descending=True)
+    packed = nn.utils.rnn.pack_padded_sequence(x[0][order], lengths, batch_first=True)
+    first = m.first.expand(-1, len(order), -1).contiguous()
+    y, _ = nn.utils.rnn.pad_packed_sequence(m.cells(packed, first)[0], batch_first=True)
+    last: Tensor = m.a(y[order.argsort()])
+    return last
+
+
+ORDERED = "263145", "465321", "654312", "236145", "12", "624", "624" + 20 * "1" + "2"
+
+
+@pytest.mark.parametrize("lengths", ORDERED)
+def test_a_first_state_of_sorted_sequences(lengths: str) -> None:
+    """The first batch shows an order that it cannot compare with single samples, also where it
+    moves two samples only.
+    """
+    own = {"cells": nn.GRU(D, D, batch_first=True), "first": torch.randn(1, 1, D)}
+    model, B = Made(sorted_and_packed, a=linear(), **own), len(lengths)
+    x = torch.randn(B, 6, D), torch.tensor([*map(int, lengths)])
+    assert right_or_named(model, x, B) <= {"a.weight", "a.bias"}
+    assert "another shape" in gnsfast.coverage(model).proof
+
+
+class Swaps(nn.Module):
+    """Two samples change places in all batches but the first one."""
+
+    def __init__(self, pair: tuple[int, int]) -> None:
+        super().__init__()
+        self.a, self.b, self.pair, self.steps = linear(), linear(), pair, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [*range(len(x))]
+        if self.steps:
+            i, j = self.pair
+            order[i], order[j] = j, i
+        self.steps += 1
+        y: Tensor = self.b(self.a(x[order]).tanh()[order])
+        return y
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (3, 50), (31, 32), (62, 63)])
+def test_two_samples_of_many_that_change_places(pair: tuple[int, int]) -> None:
+    model = Swaps(pair)
+    with pytest.raises(gnsfast.ObservationError, match=r"a\.weight.*another order"):
+        for _ in range(128):
+            with gnsfast.per_sample_sqnorms(model, 64):
+                per_sample(model(torch.randn(64, D))).sum().backward()
