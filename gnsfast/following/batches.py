@@ -5,7 +5,6 @@ The first batch in a block shows this, before the model gets it. A part of the m
 by itself shows its own. Later batches show what the first one did not reach.
 """
 
-import itertools
 import logging
 import sys
 import time
@@ -285,7 +284,8 @@ class Batches:
             why = f"no argument of {type(module).__name__} has {samples} samples"
             lost = module is not self._structure.model and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        if module is not self._structure.model and (why := _unclear_in(args, kwargs, samples)):
+        is_part = module is not self._structure.model
+        if is_part and (why := _unclear_in(args, kwargs, samples, is_shown=not self._groups)):
             found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
@@ -298,20 +298,21 @@ class Batches:
 
     def _ways(self, module: nn.Module, args: Any, kwargs: Any, samples: int) -> list[Examples]:
         """A few samples of a batch, and other numbers of them if the model does not take these, all
-        beside the whole batch; for each way in which it may hold its samples. Of a part of the
-        model the first one counts that it takes.
+        beside the whole batch; for each way in which it may hold its samples. Of several rows that
+        a part gets nothing says whether they belong to one.
         """
         documents = self._passes.asked.documents
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
             return [] if example is None else [[(example, None)]]
-        if samples < 2:
+        shapes = [t.shape for t in tensors_of((args, kwargs))]
+        is_part = module is not self._structure.model
+        if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
             return []
         sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))
         batches = Example.all_of(args, kwargs, samples)
         ways: list[Examples] = [[(batch.few(n), batch) for n in sizes] for batch in batches]
-        is_part = module is not self._structure.model
-        return [[*itertools.chain(*ways)]] if is_part and ways else ways
+        return ways
 
     def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module is learnt, with all that it calls."""
@@ -375,8 +376,14 @@ class Batches:
         (``is_own``).
         """
         found: list[tuple[Arrangement, Proof]] = []
+        is_part, known = (
+            module is not self._structure.model,
+            [(e, e.steps, e.routes) for e in leaves],
+        )
         with self._looking(leaves):
             for k in reversed(range(len(ways))):  # what the last one shows stays
+                for leaf, steps, routes in known if found and is_part else ():
+                    leaf.learn([*steps], routes)
                 tried = self._learned_from_one(module, leaves, ways[k], k == 0, is_own)
                 if isinstance(tried, Proof):
                     found.append((ways[k][0][0].arrangement, tried))
@@ -386,7 +393,7 @@ class Batches:
         for way, other in others:
             if not other.reason and _flaws(other) <= _flaws(proof):
                 unclear = f"{TWO_WAYS} {usual}, as is usual, or {way}"
-                lost = {leaf.name: unclear for leaf in leaves} if proof.reason else {}
+                lost = {leaf.name: unclear for leaf in leaves} if proof.reason or is_part else {}
                 return proof._replace(reason=unclear, wrong=proof.wrong | lost)
         return proof
 
@@ -503,10 +510,6 @@ TWO_WAYS = (
     "its samples may lie in two ways, and gnsfast.configure(model, example=...) with another "
     "number of them shows which:"
 )
-SEVERAL = (
-    "a part that the model does not call gets several rows for each sample, which may follow each "
-    "other or not. With gnsfast.configure(model, example=..., run=...) the whole pass shows which"
-)
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
     "call: these may be positions that all samples share, or a number for each sample. With "
@@ -515,6 +518,11 @@ POSITIONS = (
 SQUARE = (
     "two dimensions of what a part gets that the model does not call are as large as the number of "
     "samples. With gnsfast.configure(model, example=..., run=...) the whole pass shows which"
+)
+FEATURES = (
+    "a part that the model does not call gets rows of as many numbers as there are samples, which "
+    "may be the features of a sample, or a number of each. With gnsfast.configure(model, "
+    "example=..., run=...) the whole pass shows which"
 )
 NOT_BEGUN = "no batch has gone through the model in a block"
 BLIND = (
@@ -561,17 +569,23 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
-def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
+def _unclear_in(args: Any, kwargs: Any, samples: int, is_shown: bool) -> str:
     """Why what a part gets does not show its samples: a list of consecutive numbers, as many as
-    samples, or two dimensions of their number, or none.
+    samples, a dimension that features may have, or two of their number, or none, if no pass
+    ``is_shown`` that tells them apart.
     """
-    for t in tensors_of((args, kwargs)) if samples > 1 else ():
+    given = tensors_of((args, kwargs)) if samples > 1 else []
+    for t in given:
         if t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all()):
             return POSITIONS
-        if t.ndim > 2 and t.shape[:2] == (samples, samples):
+        if t.ndim > 2 and t.shape[:2] == (samples, samples) and not is_shown:
             return SQUARE
-    shapes = [t.shape for t in tensors_of((args, kwargs))]
-    return "" if any(samples in shape[:2] for shape in shapes) else SEVERAL
+    batch = Example.of(args, kwargs, samples) if given else None
+    places = () if batch is None else zip(given, batch.layouts)
+    held = [(t, own) for t, own in places if own is not None]
+    if held and all(t.ndim == 2 and t.is_floating_point() and own.dim == 1 for t, own in held):
+        return FEATURES
+    return ""
 
 
 def _detached(t: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class Example(NamedTuple):
         """A batch of ``B`` samples in all ways in which it may hold them, the most usual first."""
         given = (args, kwargs)
         listed, tensors = lists_of(given, B), tensors_of(given)
-        square = any(_is_square(t, B) and not _is_of_tokens(t, B) for t in tensors)
+        square = any(t.shape[:2] == (B, B) and not _is_of_tokens(t, B) for t in tensors)
         first = bool(listed) and not any(B in t.shape[:2] for t in tensors_of(listed))
         ways = itertools.product(
             (False, True), (None, 1) if square else (None,), (first, not first)

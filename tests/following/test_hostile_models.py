@@ -1349,3 +1349,72 @@ def test_two_samples_of_many_that_change_places(pair: tuple[int, int]) -> None:
         for _ in range(128):
             with gnsfast.per_sample_sqnorms(model, 64):
                 per_sample(model(torch.randn(64, D))).sum().backward()
+
+
+class Scale(nn.Module):
+    """A gain that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gain).tanh()
+
+
+def of_tokens(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m["scale"](x.flatten(0, 1)).view_as(x)
+    return y
+
+
+def of_some_tokens(m: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[:2], dtype=torch.bool)
+    mask[0, :3] = False
+    return x.masked_scatter(mask[..., None], m["scale"](x[mask]))
+
+
+def of_features(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m["scale"](x[:, 0].T).T
+    return y
+
+
+def of_more_features(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m["scale"](x.permute(2, 1, 0)).permute(2, 1, 0)
+    return y
+
+
+@pytest.mark.parametrize("scale", [Scale, nn.PReLU])
+@pytest.mark.parametrize("run", [of_tokens, of_some_tokens, of_features, of_more_features])
+def test_a_number_for_all_features_of_a_part(run: Model, scale: type[nn.Module]) -> None:
+    """There are as many features as samples, so that a part alone does not show which they are."""
+    for T in (4, 6, D):
+        model = nn.ModuleDict({"a": linear(), "scale": scale()})
+
+        def loss(m: Any, x: Tensor) -> Tensor:
+            return per_sample(run(m, m["a"](x)))
+
+        found = right_or_named(model, torch.randn(D, T, D), D, loss)
+        assert not any(name.startswith("scale") for name in found)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.scale = linear(), linear(), Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.o(F.scaled_dot_product_attention(self.q(x), x, self.scale(x)))
+        return y
+
+
+def test_what_a_part_does_shows_where_its_samples_are() -> None:
+    """It joins the features of a sample, or its tokens, of which there are as many as samples."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return per_sample(m["last"](m["first"](x)))
+
+    for first, shape in ((Attends(), (D, D, D)), (nn.Sequential(linear(), Scale()), (D, D))):
+        model = nn.ModuleDict({"first": first, "last": nn.Sequential(Scale(), linear())})
+        found = right_or_named(model, torch.randn(shape), D, loss)
+        assert {n for n, _ in model["first"].named_parameters(prefix="first")} <= found
+        assert ("last.0.gain" in found) == (len(shape) == 2)
