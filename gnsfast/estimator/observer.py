@@ -38,7 +38,6 @@ from gnsfast.parallel import (
     refuse_context_parallel,
 )
 from gnsfast.probing import (
-    NO_BACKWARD,
     Audit,
     GradientWatch,
     ProbeSlab,
@@ -307,7 +306,7 @@ class Observer:
         loss_factors.check_passes(num_samples, passes, tokens)
         slab.read()
         if slab.parameters and not self.reached():
-            raise ObservationError(NO_BACKWARD)
+            raise ObservationError(checks.explain_no_backward(slab.followed))
         if pipeline is not None:
             gradients.refuse_unscaled_stage(self.settings.grad_scaler)
         if self._split:

@@ -2,7 +2,6 @@
 """Opens, reads and checks the probes of a model."""
 
 from gnsfast.probing import checks
-from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
 from gnsfast.probing.slab import ProbeSlab, calls_of
@@ -13,7 +12,6 @@ __all__ = [
     "AUDIT_EVERY",
     "Audit",
     "GradientWatch",
-    "NO_BACKWARD",
     "ProbeSlab",
     "SampleNorms",
     "Verification",

@@ -69,10 +69,19 @@ def explain_calls(name: str, calls: float) -> str:
     )
 
 
-def explain_left_out(followed: Followed) -> str:
-    """What to add where backward reached no parameter that has norms: one that has none."""
-    lost = [leaf for leaf in followed.leaves if leaf.left_out and leaf.left_out != EXCLUDED]
-    return f" Not measured: {lost[0].name}: {lost[0].left_out}." if lost else ""
+def explain_no_backward(followed: Followed) -> str:
+    """Why no norm was measured in a block: there was no backward pass, or it reached only
+    parameters that have no norms.
+    """
+    lost = [leaf for leaf in followed.leaves if leaf.left_out]
+    if not lost:
+        return NO_BACKWARD
+    first = min(lost, key=lambda leaf: leaf.left_out == EXCLUDED)
+    return (
+        "No backward pass inside the block reached a parameter that has norms. Of those without "
+        f"norms, {first.name}: {first.left_out}. gnsfast.coverage(model) lists the others. If "
+        f"there was no backward pass at all: {RUN_BACKWARD}"
+    )
 
 
 def refuse_nothing(followed: Followed) -> None:
@@ -225,8 +234,9 @@ PENALTY = (
     "the block, or use gnsfast.TwoBatchNoiseScale(model), which needs no per-sample norms."
 )
 
-NO_BACKWARD = (
-    "No backward pass went through the model inside the block. Run forward and backward in it, "
-    "with loss.backward(): autograd.grad, backward(inputs=...) and create_graph=True are not "
-    "measured."
+RUN_BACKWARD = (
+    "run forward and backward in it, with loss.backward(). autograd.grad, backward(inputs=...) and "
+    "create_graph=True are not measured."
 )
+
+NO_BACKWARD = f"No backward pass went through the model inside the block: {RUN_BACKWARD}"

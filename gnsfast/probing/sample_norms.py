@@ -11,7 +11,6 @@ from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.functional import document_slots
 from gnsfast.probing import checks
-from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import Audit, GradientWatch
 from gnsfast.probing.slab import ProbeSlab, calls_of
 
@@ -167,7 +166,7 @@ class per_sample_sqnorms:
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)
         if not any(calls_K):
-            raise ObservationError(NO_BACKWARD + checks.explain_left_out(slab.followed))
+            raise ObservationError(checks.explain_no_backward(slab.followed))
         if not watch.norms:
             return
         # A parameter that is left out by now was watched too.

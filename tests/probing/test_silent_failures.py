@@ -204,6 +204,20 @@ def test_a_block_holds_one_pass(name: str, several: bool) -> None:
     right(model, x)
 
 
+@pytest.mark.parametrize("why", ["excluded", "samples were not found"])
+@pytest.mark.parametrize("measure", ["norms", "noise scale"])
+def test_backward_reaches_only_what_is_left_out(measure: str, why: str) -> None:
+    """The message does not say that there was no backward pass."""
+    parts = {"a": nn.Linear(5, 5), "w": torch.randn(5)}
+    model = Made(lambda s, x, i=0: s.a(x) if i else x.mean(0) * s.w.exp(), **parts)
+    gnsfast.configure(model, exclude=["w"] if why == "excluded" else [])
+    gns = gnsfast.GradientNoiseScale(model)
+    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.microbatch(4)
+    with pytest.raises(ObservationError, match=f"has norms. Of those without norms, w: .*{why}"):
+        with block:
+            model(torch.randn(4, 5)).sum().backward()
+
+
 def test_double_backward_is_refused() -> None:
     """A gradient penalty goes through backward, where nothing of a sample can be told."""
     model, x = Model(), torch.randn(4, 5, requires_grad=True)
