@@ -27,7 +27,7 @@ def configure(
         exclude: patterns (``fnmatch``) of parameters, and of modules with all their parameters,
             that get no norms.
         example: what the model is called with: a tensor, a tuple of arguments, or a dict of keyword
-            arguments. It is needed only where the model is not called as a whole, or to read
+            arguments. A batch that is a tuple itself is ``example=(batch,)``. It is needed only where the model is not called as a whole, or to read
             ``coverage`` before training.
         run: what is called with the example in place of the model, such as a ``training_step`` that
             calls its parts. What it returns for each sample, such as logits, is what the norms are
@@ -40,6 +40,8 @@ def configure(
     Raises:
         ValueError: for a pattern that matches nothing, and for an example with one sample.
         ObservationError: for an example, if a batch norm uses the statistics of its batch.
+
+    What the model, or ``run``, raises for the example is raised here too.
 
     >>> model = gnsfast.configure(torch.nn.Linear(5, 2), exclude=["bias"])
     >>> [row.static for row in gnsfast.coverage(model).rows]
@@ -66,14 +68,17 @@ def _show(
             f"The example has {num_samples} samples. It takes two or more to tell a sample from a "
             "batch, and three are best."
         )
+    args = () if isinstance(example, Mapping) else (example,)
+    args = example if isinstance(example, tuple) else args
+    kwargs = dict(example) if isinstance(example, Mapping) else {}
     followed.open(model, num_samples)
     try:
-        if isinstance(example, Mapping):
-            followed.batches.show((), dict(example), run)
-        else:
-            followed.batches.show(example if isinstance(example, tuple) else (example,), {}, run)
+        followed.batches.show(args, kwargs, run)
     finally:
         followed.close()
+    if followed.batches.proof.reason and not followed.structure.groups:
+        with followed.structure.as_it_was():  # its own error says most
+            (run or model)(*args, **kwargs)
 
 
 def convert(model: nn.Module, *, example: Any = None, exclude: Any = None) -> nn.Module:

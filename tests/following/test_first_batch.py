@@ -242,3 +242,14 @@ def test_rows_that_only_look_regular_in_the_first_batch(how: str) -> None:
             continue
         loop = loop_sqnorms(model, loss, batch, B)
         assert_norms(norms, {n: loop[n] for n in norms})
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_example_that_the_model_does_not_take(parts: bool) -> None:
+    """A tuple is a list of arguments. Their own error is raised."""
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    run = (lambda batch: model(batch[0]) * batch[1]) if parts else None
+    with pytest.raises(TypeError, match="2 were given|3 were given"):
+        gnsfast.configure(model, example=(x, x), run=run)
+    gnsfast.configure(model, example=((x, x),) if parts else (x,), run=run)
+    assert not gnsfast.coverage(model).proof
