@@ -252,11 +252,16 @@ class ClusterNoiseScale(ModuleNoiseScale):
         return self.interval.times(1 / self.size)
 
     def __str__(self) -> str:
-        used = f"{counted(self.clusters, 'cluster')} of {self.size:.3g} samples"
         if not self.updates:
-            return f"clusters: {super().__str__()}"
+            return f"clusters: {super().__str__()}: an update needs two or more clusters"
+        alone = math.isnan(self.correlation.value)
+        what = "sample" if alone else "samples"
+        used = f"{counted(self.clusters, 'cluster')} of {self.size:.3g} {what}"
+        found = f"in clusters: {super().__str__()}, {used}"
+        if alone:
+            return f"{found}, which have no correlation"
         return (
-            f"in clusters: {super().__str__()}, {used}\n"
+            f"{found}\n"
             f"each of a cluster of its own: {self.independent}\n"
             f"correlation {_three(self.correlation)} in a cluster: a sample more in each is worth "
             f"{_three(self.worth)} of a sample of a new one"

@@ -342,8 +342,20 @@ def test_said_and_logged() -> None:
         loss_of(model, *updates[0][0][:2]).backward()
     gns.update()
     nothing = gns.compute()
-    assert "clusters: noise scale not measured yet" in str(nothing)
+    assert "clusters: noise scale not measured yet: an update needs two" in str(nothing)
     assert not any("clusters" in name for name in metrics(nothing))
+
+
+def test_clusters_of_one_sample() -> None:
+    """They are single samples, which have nothing in common with another one."""
+    gns = gnsfast.GradientNoiseScale(model := make())
+    for [(ids, labels, _)] in sizes():
+        with gns.microbatch(12, clusters=[*range(12)]):
+            loss_of(model, ids, labels).backward()
+        gns.update()
+        model.zero_grad()
+    said = str(gns.compute()).splitlines()[-1]
+    assert said.endswith("clusters of 1 sample, which have no correlation") and "nan" not in said
 
 
 def test_flags_and_controllers_take_that_of_clusters() -> None:
