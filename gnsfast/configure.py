@@ -27,8 +27,8 @@ def configure(
         exclude: patterns (``fnmatch``) of parameters, and of modules with all their parameters,
             that get no norms.
         example: what the model is called with: a tensor, a tuple of arguments, or a dict of keyword
-            arguments. A batch that is a tuple itself is ``example=(batch,)``. It is needed only where the model is not called as a whole, or to read
-            ``coverage`` before training.
+            arguments. A batch that is a tuple itself is ``example=(batch,)``. It is needed only
+            where the model is not called as a whole, or to read ``coverage`` before training.
         run: what is called with the example in place of the model, such as a ``training_step`` that
             calls its parts. What it returns for each sample, such as logits, is what the norms are
             proven on; of a loss alone nothing can be proven.
