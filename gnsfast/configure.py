@@ -60,7 +60,7 @@ def _show(
 ) -> None:
     slab = ProbeSlab(model)
     slab.refuse_batch_statistics()
-    followed = slab.followed
+    followed, structure = slab.followed, slab.followed.structure
     if num_samples is None:
         num_samples = next((t.shape[0] for t in tensors_of(example) if t.ndim), 0)
     if num_samples < 2:
@@ -76,9 +76,13 @@ def _show(
         followed.batches.show(args, kwargs, run)
     finally:
         followed.close()
-    if followed.batches.proof.reason and not followed.structure.groups:
-        with followed.structure.as_it_was():  # its own error says most
-            (run or model)(*args, **kwargs)
+    if followed.batches.proof.reason and not structure.groups:
+        structure.given = args, kwargs
+        try:
+            with structure.as_it_was():  # its own error says most
+                (run or structure.model)(*args, **kwargs)
+        finally:
+            structure.given = ()
 
 
 def convert(model: nn.Module, *, example: Any = None, exclude: Any = None) -> nn.Module:
