@@ -310,7 +310,7 @@ class Batches:
         if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
             return []
         sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))
-        batches = Example.all_of(args, kwargs, samples)
+        batches = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
         ways: list[Examples] = [[(batch.few(n), batch) for n in sizes] for batch in batches]
         return ways
 
@@ -510,6 +510,8 @@ TWO_WAYS = (
     "its samples may lie in two ways, and gnsfast.configure(model, example=...) with another "
     "number of them shows which:"
 )
+MOST = 5
+"""Of so many dimensions of what a part gets each may hold the samples."""
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
     "call: these may be positions that all samples share, or a number for each sample. With "

@@ -77,15 +77,16 @@ class Example(NamedTuple):
         return cls(tuple(args), dict(kwargs), B, layouts, own) if {*layouts} - {None} else None
 
     @classmethod
-    def all_of(cls, args: Any, kwargs: Any, B: int) -> "list[Example]":
-        """A batch of ``B`` samples in all ways in which it may hold them, the most usual first."""
+    def all_of(cls, args: Any, kwargs: Any, B: int, dims: int = 2) -> "list[Example]":
+        """A batch of ``B`` samples in all ways in which it may hold them, the most usual first: in
+        one of the first ``dims`` dimensions.
+        """
         given = (args, kwargs)
         listed, tensors = lists_of(given, B), tensors_of(given)
-        square = any(t.shape[:2] == (B, B) and not _is_of_tokens(t, B) for t in tensors)
+        shapes = [t.shape for t in tensors if t.shape[:1] == (B,) and not _is_of_tokens(t, B)]
+        others = [d for d in range(1, dims) if any(shape[d : d + 1] == (B,) for shape in shapes)]
         first = bool(listed) and not any(B in t.shape[:2] for t in tensors_of(listed))
-        ways = itertools.product(
-            (False, True), (None, 1) if square else (None,), (first, not first)
-        )
+        ways = itertools.product((False, True), (None, *others), (first, not first))
         found: list[Example] = []
         for apart, dim, lists in ways:
             own = cls.of(args, kwargs, B, Arrangement(lists, dim, apart))
@@ -196,7 +197,7 @@ def _layout_of(t: Tensor, at: int, B: int, apart: bool) -> Layout | None:
         return Layout(1)
     if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2]:
         return Layout(0, apart, s[0] // B)
-    return FIRST if at == 1 and s == (B,) else None
+    return FIRST if at and s == (B,) else None
 
 
 def _is_square(t: Tensor, B: int) -> bool:
