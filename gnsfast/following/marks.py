@@ -51,10 +51,19 @@ def mark_of_results(
         or (name == "repeat_interleave" and by_data)
     ):
         return RAGGED
-    by_order |= name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
+    chooses = name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
+    by_order |= chooses and not _is_table(arguments[0], marks[0])
     if by_order:
         return DATA if marks[name == "embedding"] is SORTED else SORTED
     return SORTED if SORTED in marks else DATA
+
+
+def _is_table(t: Any, mark: Any) -> bool:
+    """Whether a tensor is made of parameters and constants alone. Its rows are no samples, and so
+    those that the data choose have the order of the samples in the index. (What has a gradient but
+    no mark comes from a kernel that is no function of torch.)
+    """
+    return t.grad_fn is None if mark is None else not isinstance(mark, Mark)
 
 
 def _reorders(
@@ -69,6 +78,8 @@ def _reorders(
     own = list(zip(arguments, marks))
     x, rest = own[k][0], own[:1] if k else own[1:]
     if not isinstance(x, Tensor):  # named arguments in another order
+        return False
+    if name not in INSERTS and _is_table(x, own[k][1]):
         return False
     chosen = [t for t, mark in rest if mark in (DATA, SORTED) and not t.is_floating_point()]
     if not chosen or chosen[0].dtype in MASKS:

@@ -916,6 +916,73 @@ def test_a_list_that_sorts_samples_along_another_dimension() -> None:
     right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
 
 
+def wide(ids: Tensor) -> Tensor:
+    return ids.reshape(-1, 1).expand(-1, D)
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "getitem": lambda table, ids: table[ids],
+    "flat": lambda table, ids: table[ids.flatten()].view(*ids.shape, D),
+    "index_select": lambda table, ids: table.index_select(0, ids.flatten()).view(*ids.shape, D),
+    "gather": lambda table, ids: table.gather(0, wide(ids)).view(*ids.shape, D),
+    "take_along_dim": lambda table, ids: table.take_along_dim(wide(ids), 0).view(*ids.shape, D),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_rows_of_a_table_at_ids_of_the_data(kind: str, rows: int, shape: tuple[int, ...]) -> None:
+    """One id for each sample or token does not sort samples, of parameters or constants."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        h = m.a(x[0]) + ROWS[kind](m.table, x[1]) + ROWS[kind](m.held.buffer, x[1])
+        y: Tensor = m.b(h.tanh() * m.g)
+        return y
+
+    held = nn.Module()
+    held.register_buffer("buffer", torch.randn(rows, D))
+    own = {"table": torch.randn(rows, D), "g": torch.rand(D)}
+    model = Made(run, a=linear(), b=linear(), held=held, **own)
+    for B in (6, 4, 6, 3):
+        x = torch.randn(B, *shape, D), torch.randint(rows, (B, *shape))
+        assert len(right_or_named(model, x, B)) == 6
+
+
+class Same(torch.autograd.Function):
+    """A kernel that is no function of torch, so that a look does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy().copy())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "numbers": lambda x, order: x[torch.arange(len(x))[order]],
+    "function": lambda x, order: Same.apply(x)[order],
+    "put": lambda x, order: torch.zeros(len(x), D).index_copy(0, order.argsort(), x),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_samples_sorted_by_way_of_constants(kind: str) -> None:
+    """The first batches have equal lengths, so that the order shows nothing."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        order = x[1].argsort(descending=True, stable=True)
+        y: Tensor = m.b(HIDDEN[kind](m.a(x[0]).tanh(), order).tanh() * m.g)
+        return y[order.argsort()]
+
+    model = Made(run, a=linear(), b=linear(), g=torch.rand(D))
+    for lengths in ([6, 6, 6, 6],) * 2 + ([2, 6, 5, 1],):
+        x = torch.randn(4, D), torch.tensor(lengths)
+        right_or_named(model, x, 4)
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_noise_of_a_generator_of_its_own(held: bool) -> None:
     """A generator that is an argument, or an attribute, is what one pass leaves."""
