@@ -357,9 +357,8 @@ class Batches:
             if unseen:
                 found = learn(structure, unseen, trial.run, example)
                 found.tell(unseen, is_part=False)
-            proof = prove(structure, passes, trial)
+            proof = self._later.prove(trial)
         self.proof = self.proof.later(proof)
-        self._later.wrong |= proof.wrong
         self._note_unseen()
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:

@@ -150,7 +150,7 @@ def broadcast(
     elif leaf.starts is not None and leaf.rows <= 1:  # a single row is in order
         if not leaf.rows and shape[:1] != (1,):
             return None
-    elif not layout.fits(shape, leaf.lanes, leaf.growth):
+    elif not leaf.fits(layout, shape):
         return None
     if call.name in IN_PLACE and 0 in call.own:
         return None
@@ -175,7 +175,7 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
     if compiling() or leaf.starts is not None or call.own != [last]:
         return None
-    if not isinstance(layout, Layout) or not layout.fits(x.shape, leaf.samples, leaf.growth):
+    if not isinstance(layout, Layout) or not leaf.fits(layout, x.shape):
         return None
     owner = layout.owners(x.shape, leaf.samples, x.device)[call.index]
     value = call.leaves[last]

@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from gnsfast.following.passes import Passes
-from gnsfast.following.proof import Proof
+from gnsfast.following.proof import Proof, Trial, prove
 from gnsfast.following.structure import Structure
 
 
 class Later:
     """The batches after the first one. One of another size, or for another mode of the model,
-    proves the norms again, and so does one after the first gradient of a parameter that had none.
+    proves the norms again (a few of these, and the first in which a tensor has samples of another
+    size), and so does one after the first gradient of a parameter that had none.
     Of the others number 2, 8, 32, and so on show whether samples still do not meet.
 
     ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
@@ -26,9 +27,10 @@ class Later:
         self.count = 0
         self._late: set[str] = set()  # what the last block gave its first gradient
         self._proven: set[Any] = set()
+        self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
-        self._first: list[float] = []
-        self._now: list[float] = []
+        self._first: list[int] = []
+        self._now: list[int] = []
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
@@ -42,10 +44,7 @@ class Later:
         if sizes == self._now or len(sizes) != len(self._first):
             return
         self._now = sizes
-        ratios = {new / old for new, old in zip(sizes, self._first) if old}
-        growth = frozenset({1.0} | ratios | {r * r for r in ratios})
-        for leaf in self._structure.leaves:
-            leaf.growth = growth
+        self._structure.growth.sizes = [*zip(sizes, self._first)]
 
     def end(self, proof: Proof) -> None:
         """Note which parameters the pass of a block, whose rows are not kept, gave a gradient that
@@ -62,12 +61,30 @@ class Later:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
         self.count += 1
         kind, late = self._kind(self._now), self._late & proof.unproven
-        is_other = kind not in self._proven and len(self._proven) <= SEVERAL
+        grown = {k for k, (new, old) in enumerate(zip(self._now, self._first)) if new != old}
+        is_first = not grown <= self._grown
+        is_other = kind not in self._proven and (len(self._proven) <= SEVERAL or is_first)
         if is_other:
             self._proven.add(kind)
+            self._grown |= grown
         self._reached |= late
         self._late = set()
         return is_other or bool(late)
+
+    def prove(self, trial: Trial) -> Proof:
+        """The proof of this batch, which shows too how the rows of its samples grow."""
+        growth, names = self._structure.growth, {leaf.name for leaf in self._structure.covered}
+        tried: dict[str, set[tuple[int, int]]]
+        growth.tried = tried = {}
+        try:
+            proof = prove(self._structure, self._passes, trial)
+            right = names - {*proof.wrong} - proof.unproven if not proof.reason else set()
+            for name in right & {*tried}:
+                growth.proven[name] = growth.proven.get(name, set()) | tried[name]
+        finally:
+            growth.tried = None
+        self.wrong |= proof.wrong
+        return proof
 
     @property
     def is_due(self) -> bool:
@@ -87,12 +104,12 @@ class Later:
             if leaf.name in self.wrong:
                 leaf.fail(self.wrong[leaf.name])
 
-    def _sizes(self, given: list[Tensor]) -> list[float]:
+    def _sizes(self, given: list[Tensor]) -> list[int]:
         """How many elements the tensors of a batch have for each sample."""
         samples = self._passes.asked.samples
-        return [t.numel() / samples for t in given if samples and samples in t.shape[:2]]
+        return [t.numel() // samples for t in given if samples and samples in t.shape[:2]]
 
-    def _kind(self, sizes: list[float]) -> tuple[Any, ...]:
+    def _kind(self, sizes: list[int]) -> tuple[Any, ...]:
         """What tells a batch from those that have proven it."""
         return self._structure.model.training, self._passes.asked.samples, *sizes
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the samples of a tensor lie."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,21 +21,13 @@ class Layout(NamedTuple):
     interleaved: bool = False
     several: int | None = None
 
-    def fits(
-        self, shape: torch.Size | tuple[int, ...], B: int, growth: Iterable[float] | None = None
-    ) -> bool:
+    def fits(self, shape: torch.Size | tuple[int, ...], B: int) -> bool:
         """Whether a tensor of this shape may hold B samples so. Where each sample had one row in
-        the example, more rows may lie in either order. Where it had several, they are as many, or
-        have grown as the batch has (``growth``): else the data may have chosen them.
+        the example, more rows may lie in either order.
         """
         if self.dim >= len(shape) or (B and shape[self.dim] % B):
             return False
-        if not self.several:
-            return shape[self.dim] == B
-        each = shape[self.dim] // max(B, 1)
-        if self.several == ANY_NUMBER or growth is None:
-            return True
-        return any(each == self.several * ratio for ratio in growth)
+        return bool(self.several) or shape[self.dim] == B
 
     @property
     def is_first(self) -> bool:
@@ -72,6 +63,42 @@ class Layout(NamedTuple):
     def alone(self, t: Tensor, b: int, B: int) -> Tensor:
         """``t`` with zeros in the place of all samples but b."""
         return t.masked_fill(self.owners(t.shape, B, t.device) != b, 0.0)
+
+
+class Growth:
+    """How many rows a sample may have in this batch, of a tensor in which it had several in the
+    first one: as many, or more where the samples are longer. Else the data may have chosen them.
+    Some rows may stay, as that of a class token does, if a proof has shown it.
+
+    ``sizes`` are those of the samples now and in the first batch, of each tensor that has samples.
+    ``proven`` tells by the name of a parameter with which of these tensors the rows grow that its
+    functions get, and how many stay. ``tried`` are those that a proof is to show, None if none
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        self.proven: dict[str, set[tuple[int, int]]] = {}
+        self.tried: dict[str, set[tuple[int, int]]] | None = None
+
+    def allows(self, name: str, first: int, now: int) -> bool:
+        """Whether a sample may have so many rows ``now`` that had ``first`` ones, of a function
+        that takes the parameter ``name``.
+        """
+        is_plain, found = now == first, set()
+        for k, (new, old) in enumerate(self.sizes):
+            is_plain |= now * old == first * new or now * old**2 == first * new**2
+            if old and new != old and (first * new - now * old) % (new - old) == 0:
+                found.add((k, (first * new - now * old) // (new - old)))
+        if self.tried is not None:
+            self.tried.setdefault(name, set()).update(found)
+            return is_plain or bool(found)
+        proven = self.proven.get(name, ())
+        for k, stay in proven:
+            new, old = self.sizes[k]
+            if (now - stay) * old == (first - stay) * new:
+                return True
+        return is_plain and (now != first or not proven)
 
 
 class Chosen(NamedTuple):

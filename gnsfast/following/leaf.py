@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
+from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Growth, Layout, Place
 from gnsfast.functional import Grams, Groups, Link, Plan
 
 compiling = torch.compiler.is_dynamo_compiling
@@ -117,7 +117,7 @@ class Leaf:
 
     ``running`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``growth``: by these factors a sample may have more rows than in the example. ``chosen``
+    itself. ``growth`` says how many rows a sample may have in this batch. ``chosen``
     are functions by which other parameters took rows that the data had chosen (``Step.chosen``): so
     does one of an expert to which the example sent no rows. ``steps`` are the functions that took
     it in the example, in their order, and ``routes`` those in which it meets the data. ``probe`` is
@@ -137,7 +137,7 @@ class Leaf:
         self.twin: Tensor | None = None
         self.next: Leaf | None = None
         self.samples = 0
-        self.growth: frozenset[float] | None = None
+        self.growth = Growth()
         self.chosen: dict[str, frozenset[int]] = {}
         self.probe: Any = None
         self.pair: Any = None
@@ -196,6 +196,15 @@ class Leaf:
         documents.
         """
         return self.samples if self.starts is None else self.rows
+
+    def fits(self, layout: Layout, shape: torch.Size) -> bool:
+        """Whether the samples may lie so in a tensor of this shape, of a function that takes it."""
+        B, first = self.lanes, layout.several
+        if not layout.fits(shape, B):
+            return False
+        if not first or first == ANY_NUMBER or not self.growth.sizes:
+            return True
+        return self.growth.allows(self.name, first, shape[layout.dim] // max(B, 1))
 
     @property
     def expected(self) -> int:

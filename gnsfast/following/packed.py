@@ -68,8 +68,8 @@ def owners(x: Tensor, leaf: Leaf, step: Step | None = None) -> Tensor | None:
         return None
     if leaf.starts is not None:
         return torch.bucketize(found.owner_N, leaf.starts[1:], right=True)
-    ratios = leaf.growth or (1.0,)
-    known = step is not None and any(found.each == k * r for k in step.chosen for r in ratios)
+    several = () if step is None else step.chosen
+    known = any(leaf.growth.allows(leaf.name, k, found.each) for k in several)
     return found.owner_N if known or (step is None and found.is_sure) else None
 
 

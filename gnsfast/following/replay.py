@@ -188,7 +188,7 @@ def _is_empty(call: Call, leaf: Leaf) -> bool:
 def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     """Whether the samples lie in a tensor as ``place`` says."""
     if isinstance(place, Layout):
-        return place.fits(t.shape, leaf.lanes, leaf.growth)
+        return leaf.fits(place, t.shape)
     return place != UNKNOWN
 
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
+from gnsfast.following.layouts import Growth
 from gnsfast.following.leaf import Leaf, Running
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import held_by, kept_chance, kept_state
@@ -25,20 +26,21 @@ class Structure:
 
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
-    ``running`` are the modules that run. ``is_bare``: the model runs without being followed.
+    ``running`` are the modules that run. ``growth`` says how many rows a sample may have in this
+    batch. ``is_bare``: the model runs without being followed.
     ``given`` are the arguments of the batch.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._version = _registrations[0]
-        self.running = Running()
+        self.running, self.growth = Running(), Growth()
         names, at_rest = excluded_names(model), parameters_at_rest(model)
         of: dict[int, Leaf] = {}
         for name, p in model.named_parameters():
             if p.requires_grad and not nn.parameter.is_lazy(p):
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
-                leaf.running = self.running
+                leaf.running, leaf.growth = self.running, self.growth
                 leaf.is_opaque = bool(why := why_opaque(p))
                 leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())

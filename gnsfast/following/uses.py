@@ -324,7 +324,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
         found = FIRST if name in OURS and B > 1 else packed.guessed(x, leaf)
         if isinstance(found, Chosen):
             return found
-    return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
+    return found if isinstance(found, Layout) and leaf.fits(found, x.shape) else None
 
 
 OURS = frozenset(("linear_cross_entropy", "attention"))

@@ -1051,10 +1051,12 @@ def test_a_weight_of_the_loss(mean: bool) -> None:
 
 
 def over_batches(model: nn.Module, batches: list[Any], B: int) -> list[set[str]]:
-    """The parameters with norms in each batch, all of which are right. It ends at an error."""
+    """The parameters with norms in each batch of B samples, or if that is 0 of as many as it has,
+    all of which are right. It ends at an error.
+    """
     found = []
     for x in batches:
-        found.append(right_or_named(model, x, B))
+        found.append(right_or_named(model, x, B or len(x)))
         if not found[-1]:
             break
     return found
@@ -1487,3 +1489,65 @@ def test_what_a_part_does_shows_where_its_samples_are() -> None:
         found = right_or_named(model, torch.randn(shape), D, loss)
         assert {n for n, _ in model["first"].named_parameters(prefix="first")} <= found
         assert ("last.0.gain" in found) == (len(shape) == 2)
+def class_token_before_layer(m: Any, x: Tensor) -> Tensor:
+    h = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
+    y: Tensor = m.b(m.a(h.reshape(-1, D)).tanh()).view_as(h)
+    return y[:, 0]
+
+
+def all_but_the_last(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.b((m.a(x) * m.token[0, 0])[:, :-1].reshape(-1, D).tanh())
+    return y.view(len(x), -1, D)
+
+
+def in_time(m: Any, x: Tensor) -> Tensor:
+    """The tokens lie first, so that the rows of a sample are apart."""
+    h = torch.cat([m.token.expand(-1, len(x), -1), x.transpose(0, 1)])
+    y: Tensor = m.b(m.a(h.reshape(-1, D)).tanh()).view_as(h)
+    return y.transpose(0, 1)
+
+
+def expert_of_tokens(m: Any, x: Tensor) -> Tensor:
+    h = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
+    rows = h.reshape(-1, D)
+    own = (rows[:, 0] > -0.5).nonzero()[:, 0]
+    y: Tensor = torch.zeros_like(rows).index_copy(0, own, m.b(m.a(rows[own]).tanh()))
+    return y.view_as(h)
+
+
+@pytest.mark.parametrize(
+    "run", [class_token_before_layer, all_but_the_last, in_time, expert_of_tokens]
+)
+@pytest.mark.parametrize("more", [1, 3])
+@pytest.mark.parametrize("late", [False, True])
+def test_tokens_that_do_not_grow_with_the_samples(run: Model, more: int, late: bool) -> None:
+    """A layer gets one list of tokens, some more or fewer for each sample than it has."""
+    model = Made(
+        run, a=linear(), b=linear(), token=torch.randn(1, more if run is not in_time else 1, D)
+    )
+    sizes = [(5, 9), *([(4, 9), (6, 9)] if late else []), (5, 7), (4, 12), (5, 9), (3, 5), (2, 14)]
+    found = over_batches(model, [torch.randn(B, T, D) for B, T in sizes], 0)
+    assert found == [{*dict(model.named_parameters())}] * len(sizes)
+
+
+def first_tokens(m: Any, x: Any) -> Tensor:
+    """A layer gets the tokens that are no padding, by numbers of Python."""
+    h = class_token_before_layer(m, x[0])
+    rows = torch.cat([own[:n] for own, n in zip(x[0], x[1].tolist())])
+    parts = m.c(m.w * rows).split(x[1].tolist())
+    return h + torch.stack([own.square().mean(0) for own in parts])
+
+
+@pytest.mark.parametrize("later", [(12, [12, 10, 11, 11]), (7, [7, 5, 6, 6]), (9, [9, 9, 9, 1])])
+@pytest.mark.parametrize("between", [[], [(12, [12] * 4)], [(12, [12] * 4), (7, [7] * 4)]])
+def test_rows_that_numbers_of_python_have_chosen(
+    later: tuple[int, list[int]], between: list[tuple[int, list[int]]]
+) -> None:
+    """Their number would fit samples whose class token does not grow."""
+    own = {"token": torch.randn(1, 1, D), "w": torch.rand(D)}
+    model = Made(first_tokens, a=linear(), b=linear(), c=linear(), **own)
+    batches = [
+        (torch.randn(4, T, D), torch.tensor(n)) for T, n in [(6, [6] * 4), *between, later, later]
+    ]
+    found = over_batches(model, batches, 4)
+    assert all(found[: 1 + len(between)]) and not found[-1] & {"c.weight", "c.bias", "w"}
