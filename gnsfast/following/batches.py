@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
 from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import Later
-from gnsfast.following.leaf import Leaf
+from gnsfast.following.leaf import Leaf, no_method
 from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
-from gnsfast.following.passes import Asked, Passes, no_method
+from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.proof import Proof, Trial, meeting, prove, refuse_mixed_documents
-from gnsfast.following.structure import Structure, own_of
+from gnsfast.following.structure import Structure
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import collectives, shared
 from gnsfast.tensors import tensors_of
@@ -39,12 +40,14 @@ Examples = list[tuple[Example, Example | None]]
 @dataclass
 class _Block:
     """What belongs to an open block: the model or the wrapper of it that is called, what that got,
-    or the function that the user gave to ``run`` in its place.
+    or the function that the user gave to ``run`` in its place. ``is_shown_again``: that has been
+    learnt from, after the first batch.
     """
 
     caller: Any = no_method
     batch: Any = None
     run: Callable[..., Any] | None = None
+    is_shown_again: bool = False
     hooks: list[Any] = field(default_factory=list)
     part_hooks: list[Any] = field(default_factory=list)
     on_learned: Callable[[], Callable[[], None] | None] = no_method
@@ -70,8 +73,8 @@ class Batches:
         self._few, self._arrangement, self._later = FEW, Arrangement(), Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._holders: list[nn.Module] = []  # of parameters that no batch has shown in use
         self._block = _Block()
+        structure.running.on_unseen = weakref.WeakMethod(self._show_unseen)
 
     @property
     def is_begun(self) -> bool:
@@ -90,8 +93,6 @@ class Batches:
         for part in self._parts:
             self._hook_before(part, self._enter, needs_grad=False)
             self._hook_after(part)
-        for m in self._holders if self.is_learned else ():
-            self._hook_before(m, self._before_unseen)
         model = self._structure.model
         for m in () if self.is_learned else model.modules():
             is_known = m is model or m in self._looked
@@ -117,12 +118,6 @@ class Batches:
     def _hook_after(self, module: nn.Module) -> None:
         self._block.hooks.append(module.register_forward_hook(Hook(self._after)))
 
-    def _note_unseen(self) -> None:
-        """Note which modules hold parameters that no batch has shown in use."""
-        unseen = {id(leaf.parameter) for leaf in self._unseen}
-        modules = self._structure.model.modules() if unseen else ()
-        self._holders = [m for m in modules if any(id(p) in unseen for _, p in own_of(m))]
-
     def end(self) -> None:
         """End what a block began."""
         for hook in self._block.hooks:
@@ -140,6 +135,7 @@ class Batches:
         structure, documents = self._structure, self._passes.asked.documents
         self._run_begins(self._block.caller(), structure.leaves)
         self._block.run, self._block.batch = run, (args, kwargs)
+        self._block.is_shown_again = False
         structure.given = args, kwargs
         given = tensors_of((args, kwargs))
         self._refuse_shapes(given)
@@ -191,17 +187,19 @@ class Batches:
         found = (_rows_of(t.shape, documents.tokens) for t in given)
         return next((rows for rows in found if rows), 0)
 
-    def _before_unseen(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn again when the model comes to a module that the batches before did not reach."""
-        if self._may_learn_again and module in self._holders:
+    def _show_unseen(self) -> None:
+        """Learn again, once in a pass, where the model takes a parameter that no batch has shown in
+        use.
+        """
+        if self._may_learn_again and not (self.is_learning or self._block.is_shown_again):
             self._learn_again()
             self._later.fail_wrong()
 
     @property
     def _unseen(self) -> list[Leaf]:
         """The leaves that no batch has shown in use."""
-        own = (leaf for leaf in self._structure.covered if leaf.is_learned)
-        return [leaf for leaf in own if not leaf.steps and not leaf.routes]
+        covered = self._structure.covered
+        return [leaf for leaf in covered if leaf.is_learned and leaf.is_unseen]
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
@@ -291,7 +289,6 @@ class Batches:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
-        self._note_unseen()
         _report(module, leaves, found)
         if (call := self._block.on_learned()) is not None:
             call()
@@ -353,13 +350,13 @@ class Batches:
             if not is_new:
                 self._later.wrong |= meeting(structure, passes, trial, self._later.some_of(batch.n))
                 return
+            self._block.is_shown_again = True
             passes.begin(Asked(example.n))
             if unseen:
                 found = learn(structure, unseen, trial.run, example)
                 found.tell(unseen, is_part=False)
             proof = self._later.prove(trial)
         self.proof = self.proof.later(proof)
-        self._note_unseen()
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
@@ -474,8 +471,8 @@ class Batches:
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
         """Run the model for our own ends, and then let the user's pass begin."""
         model, inside = self._structure.model, self._structure.running.modules
-        # What other parts of the model have found:
-        used = [(leaf, leaf.found, leaf.twin) for leaf in leaves if leaf.found.uses]
+        # What other parts of the model have found, or functions before this one:
+        used = [(own, own.found, own.twin) for own in leaves if own.found.is_begun]
         outside = model not in inside
         inside.add(model)
         self.is_learning = True
@@ -483,7 +480,7 @@ class Batches:
             # A checkpoint around the model must not count what is saved here. (A result that is
             # saved as it is would hold its graph, which would hold it.)
             own_hooks = torch.autograd.graph.saved_tensors_hooks(_detached, _same)
-            with _in_eager_mode(), own_hooks, not_reentrant():
+            with _in_eager_mode(), own_hooks, not_reentrant(), _without_modes():
                 yield
         finally:
             self.is_learning = False
@@ -568,6 +565,14 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
     compiled = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _without_modes() -> AbstractContextManager[Any]:
+    """A selective checkpoint would keep results of our passes, or take those that it has kept. To
+    import what disables modes takes long where there is none.
+    """
+    has_modes = torch._C._len_torch_dispatch_stack()
+    return _disable_current_modes() if has_modes else nullcontext()
 
 
 def _unclear_in(args: Any, kwargs: Any, samples: int, is_shown: bool) -> str:

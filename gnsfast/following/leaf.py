@@ -76,13 +76,19 @@ ADD_UP = (
 )
 
 
+def no_method() -> None:
+    """A weak method that is gone."""
+
+
 class Running:
     """The modules that run, of those that a batch has shown. ``is_known``: hooks have told of some
     in this block, as they do not in compiled code. ``has_turns``: a pipeline takes passes in turns.
+    ``on_unseen`` is a weak method for a parameter that no batch has shown in use.
     """
 
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
+        self.on_unseen: Callable[[], Callable[[], None] | None] = no_method
         self.is_known = self.has_turns = False
 
     @property
@@ -109,6 +115,11 @@ class Found:
     spans: "list[Span | None]" = field(default_factory=list)
     links: tuple[Link, ...] = ()
     is_taken: bool = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a pass has come to a function that takes it."""
+        return bool(self.functions or self.uses)
 
 
 class Leaf:
@@ -226,13 +237,20 @@ class Leaf:
         if self.running.is_outside and not in_backward:
             step = self.by_name.get(name)
             return None if step is None or step.is_use else step
+        if self.is_unseen and not in_backward and (show := self.running.on_unseen()) is not None:
+            with torch._C._EnableTorchFunction():
+                show()
         if number < len(self.steps) or (in_backward and self.steps):
             step = self.steps[number % len(self.steps)]
             if step.name == name:
                 return step
-        unseen = not self.steps and not self.routes
-        chosen = self.chosen.get(name, NO_ROWS) if unseen else NO_ROWS
+        chosen = self.chosen.get(name, NO_ROWS) if self.is_unseen else NO_ROWS
         return self.by_name.get(name) or Step(name, chosen=chosen)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no batch has shown it in use."""
+        return not self.steps and not self.routes
 
     @property
     def is_tied(self) -> bool:

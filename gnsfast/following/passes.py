@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnsfast.following.leaf import NOTHING, Facts, Leaf
+from gnsfast.following.leaf import NOTHING, Facts, Leaf, no_method
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
 
@@ -216,10 +216,6 @@ def _of_finite(t: Tensor, weights: Tensor) -> Tensor:
 
 def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
     return [probe for leaf in leaves for probe in (leaf.probe, leaf.pair)]
-
-
-def no_method() -> None:
-    """A weak method that is gone."""
 
 
 def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy
@@ -22,6 +23,11 @@ from made import Made
 from oracle import assert_norms
 from processes import spawn
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import gnsfast
 
@@ -1551,3 +1557,66 @@ def test_rows_that_numbers_of_python_have_chosen(
     ]
     found = over_batches(model, batches, 4)
     assert all(found[: 1 + len(between)]) and not found[-1] & {"c.weight", "c.bias", "w"}
+
+
+TASKS: dict[str, Callable[[], nn.Module]] = {
+    "list": lambda: nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(3)]),
+    "dict": lambda: nn.ParameterDict({str(k): torch.randn(D, D) for k in range(3)}),
+    "layers": lambda: nn.ModuleList([linear() for _ in range(3)]),
+}
+
+
+def of_task(m: Any, x: Tensor, task: int) -> Tensor:
+    own = m.tasks[str(task) if isinstance(m.tasks, nn.ParameterDict) else task]
+    y: Tensor = own(x) if isinstance(own, nn.Module) else F.linear(x, own)
+    return y * m.unused if task > 2 else y
+
+
+def save_products(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
+    "no": lambda f, *given: f(*given),
+    "plain": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, save_products),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_parameters_that_a_later_pass_is_the_first_to_take(
+    kind: str, how: str, at_once: bool
+) -> None:
+    """Those of a task each, in batches with one task, or in several passes of the first block."""
+
+    def run(m: Any, x: Tensor, task: int) -> Tensor:
+        h = m.a(x).tanh()
+        y: Tensor = m.b(CHECKPOINTS[how](partial(of_task, m), h, task).tanh())
+        return y
+
+    def loss(m: Any, x: Any) -> Tensor:
+        return sum(per_sample(m(x[0], task)) for task in x[1])  # type: ignore[return-value]
+
+    tables = {"tasks": TASKS[kind](), "unused": torch.randn(D)}
+    model = Made(run, a=linear(), b=linear(), **tables)
+    many = len([*model.parameters()]) - 1
+    for tasks in ([0, 1, 2], [1]) if at_once else ([0], [2], [2], [1], [0], [1]):
+        x = torch.randn(4, 6, D), tasks
+        assert len(right_or_named(model, x, 4, loss) - {"unused"}) == many
+
+
+def test_samples_that_meet_in_what_a_later_pass_is_the_first_to_take() -> None:
+    def run(m: Any, x: Any) -> Tensor:
+        y = F.linear(m.a(x[0]).tanh(), m.tasks[x[1]])
+        return y - y.mean(0) if x[1] == 1 else y
+
+    model = Made(run, a=linear(), tasks=TASKS["list"]())
+    found = [right_or_named(model, (torch.randn(5, D), task), 5) for task in (0, 2, 1)]
+    assert found[0] and found[1] and not found[2]
