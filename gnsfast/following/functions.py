@@ -35,7 +35,8 @@ ELEMENTWISE = frozenset(
     for kind in ("", "r", "i")
 ) | frozenset(
     "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
-    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as".split()
+    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as "
+    "broadcast_tensors".split()
 )
 """Functions that broadcast their arguments against each other."""
 

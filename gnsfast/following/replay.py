@@ -137,13 +137,14 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     flat = tensors_of(out)
     if not any(t.requires_grad for t in flat):
         return out
-    is_written = versions != [*map(_version, leaves)] or any(t is x for t in flat for x in leaves)
+    is_written = versions != [*map(_version, leaves)]
     results = _results(call, step, places, flat, leaf)
     for expression in call.expressions:
         expression.note_use(call.name)
     data = [(place, leaves[i]) for i, place in places.items()]
     made = [(place, t) for place, t in zip(results, flat) if t.requires_grad]
     is_known = _is_empty(call, leaf) or all(_fits(place, t, leaf) for place, t in data + made)
+    is_known &= not any(t is x for t in flat for x in leaves)
     if is_written or drew or leaf.starts is not None or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
         for expression in call.expressions:

@@ -1620,3 +1620,55 @@ def test_samples_that_meet_in_what_a_later_pass_is_the_first_to_take() -> None:
     model = Made(run, a=linear(), tasks=TASKS["list"]())
     found = [right_or_named(model, (torch.randn(5, D), task), 5) for task in (0, 2, 1)]
     assert found[0] and found[1] and not found[2]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("shape", [(), (6,)])
+def test_a_distribution_whose_scale_is_a_parameter(
+    first: bool, outside: bool, shape: tuple[int, ...]
+) -> None:
+    """``torch.distributions`` broadcast the location and the scale against each other."""
+
+    def logits(m: Any, mean: Tensor, x: Tensor) -> Tensor:
+        scale = m.log.exp()
+        if first:  # the parameter is the first of both
+            return torch.distributions.Laplace(m.at, mean.exp()).log_prob(x) + mean * scale
+        return torch.distributions.Normal(mean, scale).log_prob(x + m.at)
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        mean: Tensor = m.a(x)
+        return mean if outside else logits(m, mean, x)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return per_sample(logits(m, m(x), x) if outside else m(x))
+
+    model = Made(run, a=linear(), log=torch.randn(D) * 0.1, at=torch.randn(D))
+    for B in (4, 5, 4, 2):
+        assert len(right_or_named(model, torch.randn(B, *shape, D), B, loss)) == 4
+
+
+def test_parameters_that_are_broadcast_with_constants_alone() -> None:
+    """They stay what each sample gets of them."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        a, b = torch.broadcast_tensors(m.log, torch.ones(6, D))
+        y: Tensor = m.a(x * a.exp() + b)
+        return y
+
+    model = Made(run, a=linear(), log=torch.randn(D) * 0.1)
+    for B in (4, 6):
+        assert len(right_or_named(model, torch.randn(B, 6, D), B)) == 3
+
+
+def test_why_a_scale_is_left_out() -> None:
+    """``broadcast_tensors`` returns data as it is, and writes to none."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        mean, scale = torch.broadcast_tensors(x[x[:, 0] > 0], m.log)
+        return m.a(x) + (mean * scale).mean(0)  # type: ignore[no-any-return]
+
+    model = Made(run, a=linear(), log=torch.randn(D))
+    assert "log" not in right_or_named(model, torch.randn(6, D), 6)
+    row = next(row for row in gnsfast.coverage(model).rows if row.parameter == "log")
+    assert "not found in broadcast_tensors" in row.reason
