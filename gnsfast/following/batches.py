@@ -222,7 +222,8 @@ class Batches:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that the model, or a part, has run."""
         if not self.is_learning and not torch.compiler.is_compiling():
-            self._structure.running.modules.discard(module)
+            if not (self.is_by_run and module is self._structure.model):
+                self._structure.running.modules.discard(module)
             if module is self._block.caller() and torch.is_grad_enabled():
                 self._fail_in_another_order()
 

@@ -147,6 +147,8 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     is_known &= not any(t is x for t in flat for x in leaves)
     if is_written or drew or leaf.starts is not None or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
+        if step is None and leaf.is_learned and not is_written:
+            why += OUTSIDE
         for expression in call.expressions:
             expression.fail(why)
         return out
@@ -191,6 +193,13 @@ def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     if isinstance(place, Layout):
         return leaf.fits(place, t.shape)
     return place != UNKNOWN
+
+
+OUTSIDE = (
+    ". No module that the model calls does this. With gnsfast.configure(model, example=batch, "
+    "run=step) the whole pass shows where the samples are: step gets what the model would get, and "
+    "returns what the loss is made of for each sample"
+)
 
 
 def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew: bool) -> str:

@@ -1672,3 +1672,26 @@ def test_why_a_scale_is_left_out() -> None:
     assert "log" not in right_or_named(model, torch.randn(6, D), 6)
     row = next(row for row in gnsfast.coverage(model).rows if row.parameter == "log")
     assert "not found in broadcast_tensors" in row.reason
+
+
+def test_a_last_batch_that_is_as_large_as_a_layer_is_wide() -> None:
+    """A function outside of the model then has two such dimensions; the error says what to do."""
+
+    def distances(m: Any, x: Tensor) -> Tensor:
+        return torch.cdist(m(x), m.centers)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return per_sample(distances(m, x))
+
+    model = Made(lambda s, x: s.a(x), a=linear(), centers=torch.randn(5, D))
+    for B in (16, 16, 7):
+        assert len(right_or_named(model, torch.randn(B, D), B, loss)) == 3
+    with (
+        pytest.raises(gnsfast.ObservationError, match=r"centers: .*example=batch, run=step"),
+        gnsfast.per_sample_sqnorms(model, D),
+    ):
+        loss(model, torch.randn(D, D)).sum().backward()
+    model.zero_grad()
+    gnsfast.configure(model, example=torch.randn(16, D), run=partial(distances, model))
+    for B in (16, 7, D):
+        assert len(right_or_named(model, torch.randn(B, D), B, loss)) == 3
