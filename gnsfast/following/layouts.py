@@ -209,7 +209,10 @@ def place_of(
     dims = range(len(base.shape))
     changed = {b: [base.differs(other, d) for d in dims] for b, other in others.items()}
     if not any(bool(c.any()) for each in changed.values() for c in each):
-        return grown(base.shape, fewer, n)
+        found = grown(base.shape, fewer, n)
+        if found and found.several and _is_interleaved(base.along[found.dim], n):
+            found = found._replace(interleaved=True)
+        return found
     for d, size in enumerate(base.shape):
         if size < n or size % n:
             continue
@@ -221,6 +224,18 @@ def place_of(
             if not any(bool(o[[j for j in range(n) if j != b]].any()) for b, o in own.items()):
                 return Layout(d, interleaved, size // n if size > n else 0)
     return UNKNOWN
+
+
+def _is_interleaved(number_N: Tensor, n: int) -> bool:
+    """Whether the rows of n samples, which are the same in each, lie so that each is beside the
+    same one of the others.
+    """
+    largest = number_N.abs().amax()
+
+    def is_same(number_nT: Tensor) -> bool:
+        return bool((number_nT - number_nT[:1]).abs().amax() <= TOLERANCE * largest)
+
+    return is_same(number_N.view(-1, n).t()) and not is_same(number_N.view(n, -1))
 
 
 def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> Layout | None:

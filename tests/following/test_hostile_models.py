@@ -1695,3 +1695,27 @@ def test_a_last_batch_that_is_as_large_as_a_layer_is_wide() -> None:
     gnsfast.configure(model, example=torch.randn(16, D), run=partial(distances, model))
     for B in (16, 7, D):
         assert len(right_or_named(model, torch.randn(B, D), B, loss)) == 3
+
+
+def queries(m: Any, x: Tensor) -> Tensor:
+    """As in DETR: the first layers get the same queries for each sample, which lie first."""
+    h = m.table.weight.unsqueeze(1).repeat(1, len(x), 1)
+    h = (m.a(h.reshape(-1, D)).tanh() * m.gain).view_as(h)
+    h = h + m.b(x).mean(1)
+    y: Tensor = m.c(h.tanh().reshape(-1, D)).view_as(h).transpose(0, 1)
+    return y
+
+
+def queries_last(m: Any, x: Tensor) -> Tensor:
+    h = m.a(m.table.weight.repeat(len(x), 1)).tanh() * m.gain
+    y: Tensor = m.c(h + m.b(x).mean(1).repeat_interleave(5, 0))
+    return y.view(len(x), 5, D)
+
+
+@pytest.mark.parametrize("run", [queries, queries_last])
+@pytest.mark.parametrize("B", [6, 5, 3])
+def test_queries_that_all_samples_share(run: Model, B: int) -> None:
+    tables = {"table": nn.Embedding(5, D), "gain": torch.rand(D)}
+    model = Made(run, a=linear(), b=linear(), c=linear(), **tables)
+    found = over_batches(model, [torch.randn(n, 6, D) for n in (B, 4, 8, 2, 5)], 0)
+    assert [*map(len, found)] == [8] * 5
