@@ -210,7 +210,7 @@ def place_of(
     changed = {b: [base.differs(other, d) for d in dims] for b, other in others.items()}
     if not any(bool(c.any()) for each in changed.values() for c in each):
         found = grown(base.shape, fewer, n)
-        if found and found.several and _is_interleaved(base.along[found.dim], n):
+        if found is not None and _is_interleaved(base.along[found.dim], n):
             found = found._replace(interleaved=True)
         return found
     for d, size in enumerate(base.shape):
@@ -230,6 +230,8 @@ def _is_interleaved(number_N: Tensor, n: int) -> bool:
     """Whether the rows of n samples, which are the same in each, lie so that each is beside the
     same one of the others.
     """
+    if len(number_N) % n:  # as one row of each pair of samples
+        return False
     largest = number_N.abs().amax()
 
     def is_same(number_nT: Tensor) -> bool:
