@@ -1495,6 +1495,8 @@ def test_what_a_part_does_shows_where_its_samples_are() -> None:
         found = right_or_named(model, torch.randn(shape), D, loss)
         assert {n for n, _ in model["first"].named_parameters(prefix="first")} <= found
         assert ("last.0.gain" in found) == (len(shape) == 2)
+
+
 def class_token_before_layer(m: Any, x: Tensor) -> Tensor:
     h = torch.cat([m.token.expand(len(x), -1, -1), x], 1)
     y: Tensor = m.b(m.a(h.reshape(-1, D)).tanh()).view_as(h)
