@@ -137,6 +137,7 @@ class Leaf:
     ``rows`` rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
     ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
     ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be seen.
+    ``clear`` are shapes of single samples that a batch has shown outside of what the example ran.
     ``is_ordered``: the samples lie in other ways in some of its ``steps`` than in others of the
     same name.
     """
@@ -158,6 +159,7 @@ class Leaf:
         self.plans: dict[Any, Plan] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.left_out, self.is_opaque = "", False
+        self.clear: set[torch.Size] = set()
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
         self.running = Running()
@@ -277,6 +279,7 @@ class Leaf:
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
         self.found.failed = self.found.failed or why
+        self.clear.clear()
 
 
 NO_ROWS = frozenset[int]()

@@ -47,14 +47,21 @@ def place_of(found: object, x: Tensor, leaf: Leaf) -> Layout | None:
 
 def guessed(t: Tensor, leaf: Leaf) -> Layout | Chosen | None:
     """Where the samples lie in a tensor that no example has shown: along dimension 0, if no other
-    one has their number, or in rows that an index has chosen. None if neither.
+    one has their number or if an earlier batch has had another number of such samples, or in rows
+    that an index has chosen. None if neither.
     """
     if leaf.lanes == 1:
         return ALONE if t.ndim else None
     if t.ndim == 2 and not compiling() and (owner_N := owners(t, leaf)) is not None:
         return Chosen(owner_N)
-    first = t.ndim > 0 and t.shape[0] == leaf.lanes and leaf.lanes not in t.shape[1:]
-    return FIRST if first else None
+    if t.ndim == 0 or t.shape[0] != leaf.lanes:
+        return None
+    is_clear = leaf.lanes not in t.shape[1:]
+    if not compiling():
+        if is_clear and not leaf.found.failed:
+            leaf.clear.add(t.shape[1:])
+        is_clear |= t.shape[1:] in leaf.clear
+    return FIRST if is_clear else None
 
 
 def owners(x: Tensor, leaf: Leaf, step: Step | None = None) -> Tensor | None:

@@ -1676,27 +1676,48 @@ def test_why_a_scale_is_left_out() -> None:
     assert "not found in broadcast_tensors" in row.reason
 
 
-def test_a_last_batch_that_is_as_large_as_a_layer_is_wide() -> None:
+def distances(m: Any, x: Tensor) -> Tensor:
+    return torch.cdist(m(x), m.centers)
+
+
+def of_distances(m: Any, x: Tensor) -> Tensor:
+    return per_sample(distances(m, x))
+
+
+def test_a_first_batch_that_is_as_large_as_a_layer_is_wide() -> None:
     """A function outside of the model then has two such dimensions; the error says what to do."""
-
-    def distances(m: Any, x: Tensor) -> Tensor:
-        return torch.cdist(m(x), m.centers)
-
-    def loss(m: Any, x: Tensor) -> Tensor:
-        return per_sample(distances(m, x))
-
     model = Made(lambda s, x: s.a(x), a=linear(), centers=torch.randn(5, D))
-    for B in (16, 16, 7):
-        assert len(right_or_named(model, torch.randn(B, D), B, loss)) == 3
     with (
         pytest.raises(gnsfast.ObservationError, match=r"centers: .*example=batch, run=step"),
         gnsfast.per_sample_sqnorms(model, D),
     ):
-        loss(model, torch.randn(D, D)).sum().backward()
+        of_distances(model, torch.randn(D, D)).sum().backward()
     model.zero_grad()
     gnsfast.configure(model, example=torch.randn(16, D), run=partial(distances, model))
     for B in (16, 7, D):
-        assert len(right_or_named(model, torch.randn(B, D), B, loss)) == 3
+        assert len(right_or_named(model, torch.randn(B, D), B, of_distances)) == 3
+
+
+def test_a_last_batch_that_is_as_large_as_a_layer_is_wide() -> None:
+    """The batches before it have shown which dimension holds the samples."""
+    model = Made(lambda s, x: s.a(x), a=linear(), centers=torch.randn(5, D))
+    for B in (16, 16, D, 7, 5):
+        assert len(right_or_named(model, torch.randn(B, D), B, of_distances)) == 3
+
+
+@pytest.mark.parametrize("turned_first", [True, False])
+def test_what_no_batch_has_shown_without_an_error(turned_first: bool) -> None:
+    """The samples lie first in one use, and last in the other, in a batch with an error too."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        y = m(x)
+        if turned_first:
+            return per_sample((y.T * m.w).T) + per_sample(y * m.w)
+        return per_sample(y * m.w) + per_sample((y.T * m.w).T)
+
+    model = Made(lambda s, x: s.a(x), a=linear(), w=torch.rand(1))
+    for B in (16, D, 16, D):
+        right_or_named(model, torch.randn(B, D), B, loss)
 
 
 def queries(m: Any, x: Tensor) -> Tensor:
