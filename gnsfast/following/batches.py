@@ -390,8 +390,10 @@ class Batches:
         for way, other in others:
             if not other.reason and _flaws(other) <= _flaws(proof):
                 unclear = f"{TWO_WAYS} {usual}, as is usual, or {way}"
-                lost = {leaf.name: unclear for leaf in leaves} if proof.reason or is_part else {}
-                return proof._replace(reason=unclear, wrong=proof.wrong | lost)
+                wrong = {name: f"{why}. Or {unclear}" for name, why in proof.wrong.items()}
+                if proof.reason or is_part:
+                    wrong = {leaf.name: unclear for leaf in leaves}
+                return proof._replace(reason=unclear, wrong=wrong)
         return proof
 
     def _learned_from_one(
