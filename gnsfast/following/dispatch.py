@@ -231,6 +231,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     leaf = first_leaf(call.expressions)
     step = leaf.step(name)
+    if name in CASTS and 0 not in call.own:  # a parameter that tells its dtype alone
+        return call.run()
     places = _places(call, step, leaf)
     is_made = _is_of_parameters(call, step, places)
     is_copied = name in COPIES and call.own == [0] and not call.others

@@ -244,14 +244,19 @@ def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> La
     """The one dimension whose size is in proportion to the number of samples. Others may be as long
     as the longest sample.
     """
-    if fewer is None or len(fewer[0]) != len(shape):
-        return None
-    sizes = enumerate(zip(shape, fewer[0]))
-    dims = [d for d, (a, b) in sizes if a != b and a * fewer[1] == b * n]
+    dims = growing(shape, fewer, n)
     if len(dims) != 1:
         return None
     each = shape[dims[0]] // n
     return Layout(dims[0], False, each if each > 1 else 0)
+
+
+def growing(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> list[int]:
+    """The dimensions whose sizes are in proportion to the number of samples."""
+    if fewer is None or len(fewer[0]) != len(shape):
+        return []
+    sizes = enumerate(zip(shape, fewer[0]))
+    return [d for d, (a, b) in sizes if a != b and a * fewer[1] == b * n]
 
 
 class Owners(NamedTuple):

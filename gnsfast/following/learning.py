@@ -14,7 +14,17 @@ from torch import Tensor
 
 from gnsfast.following.checkpoints import with_graphs
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import FIRST, SHARED, UNKNOWN, Layout, Place, Print, grown, place_of
+from gnsfast.following.layouts import (
+    FIRST,
+    SHARED,
+    UNKNOWN,
+    Layout,
+    Place,
+    Print,
+    growing,
+    grown,
+    place_of,
+)
 from gnsfast.following.leaf import NO_ROWS, Leaf, Step
 from gnsfast.following.looks import Look, Seen
 from gnsfast.following.structure import Structure
@@ -126,7 +136,7 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
 
 def _results(looks: Looks, n: int) -> list[Place]:
     """Where the samples lie in the model's results. Where they meet, it is the dimension whose size
-    is that of the batch.
+    is that of the batch. What has an entry for each two samples, as similarities do, has no place.
     """
     found: list[Place] = []
     for k, t in enumerate(looks.base.results):
@@ -136,6 +146,8 @@ def _results(looks: Looks, n: int) -> list[Place]:
         place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
+        if len(growing(t.shape, fewer, n)) > 1:
+            place = None
         found.append(SHARED if place is None else place)
     return found
 

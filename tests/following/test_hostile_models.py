@@ -1742,3 +1742,23 @@ def test_queries_that_all_samples_share(run: Model, B: int) -> None:
     model = Made(run, a=linear(), b=linear(), c=linear(), **tables)
     found = over_batches(model, [torch.randn(n, 6, D) for n in (B, 4, 8, 2, 5)], 0)
     assert [*map(len, found)] == [8] * 5
+
+
+def test_a_parameter_that_tells_its_dtype() -> None:
+    """What has this dtype already is returned as it is, as in Gemma 3n."""
+    model = Made(
+        lambda m, x: m.a(x).type_as(m.gain).to(m.gain) * m.gain, a=linear(), gain=torch.ones(D)
+    )
+    assert len(right_or_named(model, torch.randn(4, D), 4)) == 3
+
+
+def test_similarities_of_samples_that_are_almost_the_same() -> None:
+    """Nothing in the results changes with a sample, so the similarities seem to belong to one."""
+
+    def similar(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        return y @ y.T, y
+
+    model, x = Made(similar, a=linear()), 1 + 1e-9 * torch.randn(4, D)
+    found = right_or_named(model, x, 4, lambda m, x: per_sample(m(x)[1]))
+    assert found == {"a.weight", "a.bias"}
