@@ -33,8 +33,9 @@ from gnsfast.kept import kept_modes
 from gnsfast.parallel import collectives, shared
 from gnsfast.tensors import tensors_of
 
-Examples = list[tuple[Example, Example | None]]
-"""Some samples of a batch, beside the whole batch."""
+Way = tuple[Example, list[int]]
+"""A batch that holds its samples in one way, and how many of them are tried, one number at a time.
+"""
 
 
 @dataclass
@@ -258,8 +259,9 @@ class Batches:
             return
         self._structure.given = args, kwargs
         begun = time.perf_counter()
-        ways = self._ways(module, args, kwargs, samples)
-        own = ways[0][0][0].n if ways else 0
+        is_part = module is not self._structure.model
+        ways = self._ways(args, kwargs, samples, is_part)
+        own = ways[0][1][0] if ways else 0
         n = shared(own, _smaller, self._groups)
         if not n and documents is not None:
             self._join(Proof("rows of packed documents are not samples here"))
@@ -268,9 +270,8 @@ class Batches:
         looked = weakref.WeakSet(self._looked)
         self._see(module, args, kwargs)
         if n and self._groups:
-            example, batch = ways[0][0] if ways else (Example.of(args, kwargs, samples), None)
-            example = example or Example.without_samples(args, kwargs, n)
-            ways = [[(example.few(n), batch)]]
+            batch = ways[0][0] if ways else Example.of(args, kwargs, samples)
+            ways = [(batch or Example.without_samples(args, kwargs, n), [n])]
         if ways:
             try:
                 found = self._learned_from(module, leaves, ways, bool(own))
@@ -281,9 +282,8 @@ class Batches:
         else:
             self._is_blind = alone
             why = f"no argument of {type(module).__name__} has {samples} samples"
-            lost = module is not self._structure.model and not alone
+            lost = is_part and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        is_part = module is not self._structure.model
         if is_part and (why := _unclear_in(args, kwargs, samples, is_shown=not self._groups)):
             found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:
@@ -294,23 +294,21 @@ class Batches:
         if (call := self._block.on_learned()) is not None:
             call()
 
-    def _ways(self, module: nn.Module, args: Any, kwargs: Any, samples: int) -> list[Examples]:
-        """A few samples of a batch, and other numbers of them if the model does not take these, all
-        beside the whole batch; for each way in which it may hold its samples. Of several rows that
-        a part gets nothing says whether they belong to one.
+    def _ways(self, args: Any, kwargs: Any, samples: int, is_part: bool) -> list[Way]:
+        """The batch in each way in which it may hold its samples, and other numbers of them if the
+        model does not take a few. Of several rows that a part gets nothing says whether they belong
+        to one.
         """
         documents = self._passes.asked.documents
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
-            return [] if example is None else [[(example, None)]]
+            return [] if example is None else [(example, [example.n])]
         shapes = [t.shape for t in tensors_of((args, kwargs))]
-        is_part = module is not self._structure.model
         if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
             return []
-        sizes = dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))
+        sizes = [*dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))]
         batches = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
-        ways: list[Examples] = [[(batch.few(n), batch) for n in sizes] for batch in batches]
-        return ways
+        return [(batch, sizes) for batch in batches]
 
     def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module is learnt, with all that it calls."""
@@ -365,7 +363,7 @@ class Batches:
         return run if run is not None and module is self._structure.model else module
 
     def _learned_from(
-        self, module: nn.Module, leaves: list[Leaf], ways: list[Examples], is_own: bool
+        self, module: nn.Module, leaves: list[Leaf], ways: list[Way], is_own: bool
     ) -> Proof:
         """Learn from the first way to hold its samples that the model takes. Where another one is
         proven as well, which of them is right cannot be seen. Processes that shard the parameters
@@ -373,17 +371,15 @@ class Batches:
         (``is_own``).
         """
         found: list[tuple[Arrangement, Proof]] = []
-        is_part, known = (
-            module is not self._structure.model,
-            [(e, e.steps, e.routes) for e in leaves],
-        )
+        is_part = module is not self._structure.model
+        known = [(leaf, leaf.steps, leaf.routes) for leaf in leaves]
         with self._looking(leaves):
             for k in reversed(range(len(ways))):  # what the last one shows stays
                 for leaf, steps, routes in known if found and is_part else ():
                     leaf.learn([*steps], routes)
                 tried = self._learned_from_one(module, leaves, ways[k], k == 0, is_own)
                 if isinstance(tried, Proof):
-                    found.append((ways[k][0][0].arrangement, tried))
+                    found.append((ways[k][0].arrangement, tried))
         if not found:
             return Proof(f"the model does not take some of the samples of its batch ({tried})")
         *others, (usual, proof) = found
@@ -400,16 +396,17 @@ class Batches:
         self,
         module: nn.Module,
         leaves: list[Leaf],
-        examples: Examples,
+        way: Way,
         is_usual: bool,
         is_own: bool,
     ) -> Proof | str:
-        """Learn from the first of ``examples`` that the model takes, or say why it takes none."""
+        """Learn from as many samples as the model takes, or say why it takes no number of them."""
+        batch, sizes = way
         structure, passes, run = self._structure, self._passes, self._called(module)
         learned: Learned | None = None
         error, begun = "", collectives()
-        for tried in examples:
-            example, batch = tried
+        for n in sizes:
+            example = batch.few(n)
             passes.begin(Asked(example.n), leaves)
             try:
                 learned = learn(structure, leaves, run, example)
@@ -435,7 +432,7 @@ class Batches:
             self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
         if structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
-        trial = Trial(module, run, leaves, batch or example, example, learned)
+        trial = Trial(module, run, leaves, batch, example, learned)
         return prove(structure, passes, trial)
 
     def _skipped(
@@ -580,8 +577,8 @@ def _without_modes() -> AbstractContextManager[Any]:
 
 def _unclear_in(args: Any, kwargs: Any, samples: int, is_shown: bool) -> str:
     """Why what a part gets does not show its samples: a list of consecutive numbers, as many as
-    samples, a dimension that features may have, or two of their number, or none, if no pass
-    ``is_shown`` that tells them apart.
+    samples, a dimension that features may have, or two of their number, if no pass ``is_shown``
+    that tells them apart.
     """
     given = tensors_of((args, kwargs)) if samples > 1 else []
     for t in given:
