@@ -344,10 +344,10 @@ class Batches:
             return
         assert self._learned is not None
         model, leaves, example = structure.model, structure.leaves, batch.few(self._few)
-        trial = Trial(model, self._called(model), leaves, batch, example, self._learned)
+        trial = self._trial(model, leaves, batch, example, self._learned)
         with self._looking(leaves):
             if not is_new:
-                self._later.wrong |= meeting(structure, passes, trial, self._later.some_of(batch.n))
+                self._later.wrong |= meeting(trial, self._later.some_of(batch.n))
                 return
             self._block.is_shown_again = True
             passes.begin(Asked(example.n))
@@ -356,6 +356,10 @@ class Batches:
                 found.tell(unseen, is_part=False)
             proof = self._later.prove(trial)
         self.proof = self.proof.later(proof)
+
+    def _trial(self, module: nn.Module, *what: Any) -> Trial:
+        """What is to be proven of the model, or of a part."""
+        return Trial(self._structure, self._passes, module, self._called(module), *what)
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
@@ -432,8 +436,7 @@ class Batches:
             self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
         if structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
-        trial = Trial(module, run, leaves, batch, example, learned)
-        return prove(structure, passes, trial)
+        return prove(self._trial(module, leaves, batch, example, learned))
 
     def _skipped(
         self, run: Callable[..., Any], module: nn.Module, leaves: list[Leaf], example: Example
@@ -494,11 +497,14 @@ class Batches:
 
     def _see_documents_apart(self, args: Any, kwargs: Any) -> None:
         """Raise if packed documents attend to each other."""
-        leaves = self._structure.leaves
-        places = [] if self._learned is None else self._learned.results
-        if not (self._structure.units or (leaves[0].rows > 1 and not places)):
+        structure, (samples, _, documents) = self._structure, self._passes.asked
+        leaves, learned = structure.leaves, self._learned or Learned()
+        assert documents is not None
+        if not (structure.units or (leaves[0].rows > 1 and not learned.results)):
+            batch = Example.without_samples(args, kwargs, samples)
+            trial = self._trial(structure.model, leaves, batch, batch, learned)
             with self._looking(leaves):
-                refuse_mixed_documents(self._structure, self._passes, args, kwargs, places)
+                refuse_mixed_documents(trial, documents, leaves[0].rows)
         self._is_apart = True
 
 

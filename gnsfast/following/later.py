@@ -77,7 +77,7 @@ class Later:
         tried: dict[str, set[tuple[int, int]]]
         growth.tried = tried = {}
         try:
-            proof = prove(self._structure, self._passes, trial)
+            proof = prove(trial)
             right = names - {*proof.wrong} - proof.unproven if not proof.reason else set()
             for name in right & {*tried}:
                 growth.proven[name] = growth.proven.get(name, set()) | tried[name]

@@ -46,10 +46,10 @@ class Learned(NamedTuple):
     each leaf the functions that take it, and those in which it meets the data.
     """
 
-    results: list[Place]
-    is_half: bool
-    steps: dict[Leaf, list[Step]]
-    routes: dict[Leaf, tuple[str, ...]]
+    results: list[Place] = []
+    is_half: bool = False
+    steps: dict[Leaf, list[Step]] = {}
+    routes: dict[Leaf, tuple[str, ...]] = {}
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""

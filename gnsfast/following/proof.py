@@ -7,7 +7,8 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, count, islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import FIRST, SHARED, Layout, Place
+from gnsfast.following.layouts import FIRST, SHARED, Layout
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, Weighted, fill_probes, gradients
 from gnsfast.following.structure import Structure
-from gnsfast.functional import graphs_of_gradients
+from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
 from gnsfast.tensors import map_tensors, tensors_of, whole
@@ -69,12 +70,33 @@ class Trial(NamedTuple):
     shown.
     """
 
+    structure: Structure
+    passes: Passes
     module: nn.Module
     run: Callable[..., Any]
     leaves: list[Leaf]
     batch: Example
     example: Example
     learned: Learned
+
+    @contextmanager
+    def measured(self, documents: Documents | None = None) -> Iterator[list[Tensor]]:
+        """The results of an open pass over the batch, whose samples may be packed documents."""
+        own = self.batch.replaced(-1)
+        with self.structure.as_it_was():
+            self.passes.begin(Asked(own.n, documents=documents), self.leaves)
+            yield [*map(whole, tensors_of(self.run(*own.args, **own.kwargs)))]
+
+    @property
+    def norms(self) -> dict[Leaf, Tensor]:
+        """The norms of all samples in the loss of which the probes of the pass are filled."""
+        rows = self.passes.rows(self.leaves)
+        return {leaf: own[0, : self.batch.n] for leaf, own in rows.items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The parameters that the pass could not measure, with the reason."""
+        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
 
 
 ALONE, TOGETHER, LOSS = "alone", "together", "loss"
@@ -83,33 +105,32 @@ batch, with the same random numbers; or the loss that the model returns for samp
 """
 
 
-def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
+def prove(trial: Trial) -> Proof:
     """The proof of an example. Where the model draws random numbers, its samples are compared alone
     in evaluation mode, and together as it is.
     """
+    structure = trial.structure
     if any(own.unsharded_accumulated_grad is not None for own in structure.sharded()):
         return Proof("FSDP2 held back gradients of an earlier pass")
     groups = [group for _, group in parameter_groups(structure.model)]
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
-    found = _compared(structure, passes, trial, ALONE)
+    found = _compared(trial, ALONE)
     drew = structure.on_any(found.reason == DRAWS)
     if drew:
-        own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
+        own = _compared(trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
             trial.module.eval()
-            alone = _compared(structure, passes, trial, ALONE)
-            if not alone.reason:
-                alone = _with_loss(structure, passes, trial, alone)
+            alone = _with_loss(trial, _compared(trial, ALONE))
         wrong = found.wrong | own.wrong | alone.wrong
         found = own._replace(wrong=wrong, of_loss=alone.of_loss)
-    elif not found.reason:
-        found = _with_loss(structure, passes, trial, found)
+    else:
+        found = _with_loss(trial, found)
     own_sets, is_small = telling_apart(trial.batch.n), trial.batch.n <= trial.example.n
     number = len(own_sets) if found.reason else int(drew or is_small)  # else a loss had no others
     for k in range(shared(number, max, structure.groups)):
-        wrong = meeting(structure, passes, trial, own_sets[k % len(own_sets)])
-        found = found._replace(wrong=found.wrong | wrong | _failed(trial.leaves))
+        wrong = meeting(trial, own_sets[k % len(own_sets)])
+        found = found._replace(wrong=found.wrong | wrong | trial.failed)
     return found._replace(wrong=shared(found.wrong, _either, structure.groups))
 
 
@@ -122,23 +143,20 @@ def telling_apart(samples: int) -> list[list[int]]:
     return [[b for b, own in enumerate(chosen) if k in own] for k in range(m)]
 
 
-def _with_loss(structure: Structure, passes: Passes, trial: Trial, found: Proof) -> Proof:
+def _with_loss(trial: Trial, found: Proof) -> Proof:
     """``found``, with what is wrong in the loss that the model returns beside its outputs."""
-    if SHARED not in trial.learned.results:
+    if found.reason or SHARED not in trial.learned.results:
         return found
     few = trial._replace(batch=trial.example)  # a loss in which samples meet shows it of these too
-    reason = _compared(structure, passes, few, LOSS).reason
+    reason = _compared(few, LOSS).reason
     return found._replace(of_loss=reason if reason == JOINED else "")
 
 
-def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> Proof:
+def _compared(trial: Trial, how: str) -> Proof:
     """The norms of one measured pass beside those of single samples."""
-    _, run, leaves, batch, example, learned = trial
-    B, own = batch.n, batch.replaced(-1)
-    passes.begin(Asked(B), leaves)
+    structure, leaves, B, few = trial.structure, trial.leaves, trial.batch.n, trial.example.n
     before, graphs = structure.chance(), graphs_of_gradients[0]
-    with structure.as_it_was():
-        results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
+    with trial.measured() as results:
         if structure.on_any(graphs_of_gradients[0] != graphs):
             return Proof("", {leaf.name: TWICE for leaf in leaves})
         for leaf in leaves:
@@ -146,37 +164,31 @@ def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> P
         drew = structure.on_any(structure.chance() != before)
         if drew and how != TOGETHER:  # a sample alone draws other numbers
             return Proof(DRAWS)
-        weighed = (
-            [] if how == LOSS else _weighed(results, learned.results, B, range(min(example.n, B)))
-        )
+        weighed = [] if how == LOSS else _weighed(trial, results, range(min(few, B)))
         if structure.on_any(not weighed):
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results)
             if structure.on_any(not weighed):
-                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
+                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), trial.failed)
         try:
             fill_probes([(results[w.number], w.weights) for w in weighed], leaves)
         except Exception as error:  # the model's own, as of an autograd function
-            return Proof(first_line(error), _failed(leaves))
-        norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
-    failed = _failed(leaves)
+            return Proof(first_line(error), trial.failed)
+        norms = trial.norms
+    failed = trial.failed
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
     with structure.bare():
-        truth = _truths(trial, weighed, structure.as_it_was, 0 if how == TOGETHER else copies)
+        truth = _truths(trial, weighed, 0 if how == TOGETHER else copies)
     if isinstance(truth, str):
         return Proof(truth, failed)
     zero = torch.zeros(B, device="cpu")
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
-    rtol = 5e-2 if learned.is_half else 1e-3
+    rtol = 5e-2 if trial.learned.is_half else 1e-3
     judged = judge(leaves, found, truth, rtol, by_loss=how == LOSS)
     if how == LOSS and judged.wrong:
         return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
-
-
-def _failed(leaves: list[Leaf]) -> dict[str, str]:
-    return {leaf.name: leaf.found.failed for leaf in leaves if leaf.found.failed}
 
 
 def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
@@ -210,17 +222,15 @@ class Weighed(NamedTuple):
         return (t, weights) if t.shape == weights.shape else None
 
 
-def _weighed(
-    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: Sequence[int]
-) -> list[Weighed]:
+def _weighed(trial: Trial, results: Sequence[Tensor], samples: Sequence[int]) -> list[Weighed]:
     """The results that belong to single samples, with random weights for some ``samples``."""
-    found = []
-    for k, (t, place) in enumerate(zip(results, places)):
-        if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, batch):
+    found, B = [], trial.batch.n
+    for k, (t, place) in enumerate(zip(results, trial.learned.results)):
+        if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, B):
             continue
         weights = torch.zeros_like(t, requires_grad=False)
         for b in samples:
-            place.of_sample(weights, b, batch).normal_()
+            place.of_sample(weights, b, B).normal_()
         found.append(Weighed(k, place, weights))
     return found
 
@@ -231,104 +241,82 @@ def _loss(results: Sequence[Tensor]) -> list[Weighed]:
     return [] if number is None else [Weighed(number, None, torch.ones_like(results[number]))]
 
 
-def meeting(
-    structure: Structure, passes: Passes, trial: Trial, samples: Sequence[int]
-) -> dict[str, str]:
+def meeting(trial: Trial, samples: Sequence[int]) -> dict[str, str]:
     """The parameters of which other samples have a norm in a loss of some ``samples`` alone, with
     the reason.
     """
-    _, run, leaves, batch, _, learned = trial
-    B, own = batch.n, batch.replaced(-1)
-    with structure.as_it_was():
-        passes.begin(Asked(B), leaves)
-        results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
-        weighed = _weighed(results, learned.results, B, samples)
+    others = [b for b in range(trial.batch.n) if b not in samples]
+    with trial.measured() as results:
+        weighed = _weighed(trial, results, samples)
         parts = [(results[w.number], w.weights) for w in weighed]
-        others = [b for b in range(B) if b not in samples]
-        found = _with_norms(structure, passes, leaves, parts, others)
-    return dict.fromkeys(found, MIXED)
+        return dict.fromkeys(_with_norms(trial, parts, others), MIXED)
 
 
-def refuse_mixed_documents(
-    structure: Structure, passes: Passes, args: Any, kwargs: Any, places: Sequence[Place]
-) -> None:
-    """Raise if packed documents attend to each other: a loss of every second document must give the
-    others no gradient.
+def refuse_mixed_documents(trial: Trial, documents: Documents, rows: int) -> None:
+    """Raise if the documents that are packed into ``rows`` of a batch attend to each other: a loss
+    of every second document must give the others no gradient.
     """
-    asked, leaves, model = passes.asked, structure.leaves, structure.model
     for k in (0, 1):
-        with structure.as_it_was():
-            passes.begin(asked._replace(facts={}))
-            given, named = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-            placed = zip_longest(tensors_of(model(*given, **named)), places, fillvalue=FIRST)
-            rows = [_rows_of_documents(t, place, asked, leaves[0].rows, k) for t, place in placed]
-            parts = [(t, torch.randn_like(t)) for t in rows if t is not None]
-            found = _with_norms(structure, passes, leaves, parts, slice(1 - k, None, 2))
-        lost = {leaf.name for leaf in leaves if leaf.left_out}
+        with trial.measured(documents) as results:
+            placed = zip_longest(results, trial.learned.results, fillvalue=FIRST)
+            own = [_rows_of_documents(t, place, documents, rows, k) for t, place in placed]
+            parts = [(t, torch.randn_like(t)) for t in own if t is not None]
+            found = _with_norms(trial, parts, slice(1 - k, None, 2))
+        lost = {leaf.name for leaf in trial.leaves if leaf.left_out}
         for name in (name for name in found if name not in lost):
             raise ObservationError(
-                f"{type(model).__name__}: the packed documents attend to each other, as the "
+                f"{type(trial.module).__name__}: the packed documents attend to each other, as the "
                 f"gradients of {name} show. The attention mask must be block-diagonal: "
                 "position_ids that begin again at 0 with every document for models of "
                 "transformers, attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
             )
 
 
-def _rows_of_documents(t: Any, place: Any, asked: Asked, rows: int, k: int) -> Tensor | None:
+def _rows_of_documents(
+    t: Any, place: Any, documents: Documents, rows: int, k: int
+) -> Tensor | None:
     """The rows of every second document in a result, from number ``k`` on; None if it does not hold
     the tokens.
     """
-    documents = asked.documents
-    assert documents is not None
     if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
         return None
     if rows > 1 and place.fits(t.shape, rows):
         t = place.samples_first(t, rows)
     if all(t.shape[:d].numel() != documents.tokens for d in range(1, t.ndim + 1)):
         return None
-    numbers = torch.arange(documents.tokens, device=t.device)
-    document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
+    document_N = documents_of_rows(documents.starts.to(t.device), documents.tokens)
     own: Tensor = t.reshape(documents.tokens, -1)[document_N % 2 == k]
     return own
 
 
-def _with_norms(
-    structure: Structure,
-    passes: Passes,
-    leaves: list[Leaf],
-    parts: list[Weighted],
-    others: Any,
-) -> list[str]:
+def _with_norms(trial: Trial, parts: list[Weighted], others: Any) -> list[str]:
     """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
     sum of ``parts`` of other samples; none whose norms would be wrong for another reason.
     """
-    if structure.on_any(not parts):
+    if trial.structure.on_any(not parts):
         return []
     try:
-        fill_probes(parts, leaves)
+        fill_probes(parts, trial.leaves)
     except Exception:  # the model's own, as of an autograd function
         return []
-    B, rows = leaves[0].samples, passes.rows(leaves)
-    return _mixed({leaf: rows[leaf][0, :B] for leaf in rows if not leaf.found.failed}, others)
+    return [name for name in _mixed(trial.norms, others) if name not in trial.failed]
 
 
-def _truths(
-    trial: Trial, weighed: list[Weighed], held: Callable[[], Any], copies: int
-) -> "list[dict[Leaf, float]] | str":
+def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Leaf, float]] | str":
     """Each sample's squared norm of each leaf, by a pass over ``copies`` of this sample alone, of
     which the loss counts one, or without copies by a pass over all samples; or why the model does
     not take single samples.
     """
-    _, run, leaves, batch, example, _ = trial
+    leaves, batch = trial.leaves, trial.batch
     found: list[dict[Leaf, float]] = []
     values = [leaf.current for leaf in leaves]
-    for k in range(example.n):
+    for k in range(trial.example.n):
         b = k % batch.n
         at, n = (0, copies) if copies else (b, batch.n)
         try:
-            with held():
+            with trial.structure.as_it_was():
                 args, kwargs, more = _with_gradient(batch.part([b] * copies or range(n)))
-                results = [*map(whole, tensors_of(run(*args, **kwargs)))]
+                results = [*map(whole, tensors_of(trial.run(*args, **kwargs)))]
                 parts = [w.of_sample(results, b, batch.n, at, n) for w in weighed]
                 some = [part for part in parts if part is not None]
                 if len(some) < len(parts):
