@@ -24,18 +24,13 @@ from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import Later
 from gnsfast.following.leaf import Leaf, no_method
-from gnsfast.following.learning import Learned, learn
+from gnsfast.following.learning import Learned, Trial, learn, learn_skipped
 from gnsfast.following.options import EXCLUDED
-from gnsfast.following.passes import Asked, Passes
-from gnsfast.following.proof import Proof, Trial, meeting, prove, refuse_mixed_documents
+from gnsfast.following.passes import Passes
+from gnsfast.following.proof import Proof, meeting, prove, refuse_mixed_documents
 from gnsfast.following.structure import Structure
-from gnsfast.kept import kept_modes
-from gnsfast.parallel import collectives, shared
+from gnsfast.parallel import shared
 from gnsfast.tensors import tensors_of
-
-Way = tuple[Example, list[int]]
-"""A batch that holds its samples in one way, and how many of them are tried, one number at a time.
-"""
 
 
 @dataclass
@@ -69,9 +64,7 @@ class Batches:
         self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
-        self._ordered: list[Leaf] = []
-        self._is_joint = False  # its forward pass needs the other processes
-        self._few, self._arrangement, self._later = FEW, Arrangement(), Later(structure, passes)
+        self._later = Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._block = _Block()
@@ -157,9 +150,10 @@ class Batches:
         samples, its passes need no other process, and no CUDA graph is captured.
         """
         samples, _, documents = self._passes.asked
-        is_known = self._learned is not None and self._block.batch is not None
-        alone = samples < 2 or documents is not None
-        return is_known and not (alone or self._groups or self._is_joint or _is_capturing())
+        learned, alone = self._learned, samples < 2 or documents is not None
+        if learned is None or learned.is_joint or self._block.batch is None or self._groups:
+            return False
+        return not (alone or _is_capturing())
 
     def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -196,12 +190,6 @@ class Batches:
             self._learn_again()
             self._later.fail_wrong()
 
-    @property
-    def _unseen(self) -> list[Leaf]:
-        """The leaves that no batch has shown in use."""
-        covered = self._structure.covered
-        return [leaf for leaf in covered if leaf.is_learned and leaf.is_unseen]
-
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
         # What gets no tensor, such as a parametrization, shows nothing.
@@ -230,9 +218,9 @@ class Batches:
 
     def _fail_in_another_order(self) -> None:
         """Note which parameters of those whose steps are told by their order have others now."""
-        for leaf in self._ordered:
+        for leaf in self._structure.leaves:
             number, before = leaf.found.functions, len(leaf.steps)
-            if number and number != before:
+            if leaf.is_ordered and number and number != before:
                 leaf.fail(
                     f"{number} functions take it, and in the first batch {before} did, in some of "
                     "which the samples lie in another way"
@@ -243,10 +231,11 @@ class Batches:
         it. A block of one sample shows nothing.
         """
         samples, _, documents = self._passes.asked
-        leaves = self._structure.leaves_of(module)
+        structure, leaves = self._structure, self._structure.leaves_of(module)
+        is_part = module is not structure.model
         if documents is not None:
             samples = self._rows_in(tensors_of((args, kwargs)))
-            if module is self._structure.model or module not in self._looked:
+            if not is_part or module not in self._looked:
                 for leaf in leaves:
                     leaf.rows = samples
         alone = samples < 2 and documents is None
@@ -257,35 +246,25 @@ class Batches:
         if not leaves:
             self._looked.update(module.modules())
             return
-        self._structure.given = args, kwargs
+        structure.given = args, kwargs
         begun = time.perf_counter()
-        is_part = module is not self._structure.model
-        ways = self._ways(args, kwargs, samples, is_part)
-        own = ways[0][1][0] if ways else 0
-        n = shared(own, _smaller, self._groups)
-        if not n and documents is not None:
-            self._join(Proof("rows of packed documents are not samples here"))
-            if not self._groups:  # the next batch may show more
-                return
-        looked = weakref.WeakSet(self._looked)
-        self._see(module, args, kwargs)
-        if n and self._groups:
-            batch = ways[0][0] if ways else Example.of(args, kwargs, samples)
-            ways = [(batch or Example.without_samples(args, kwargs, n), [n])]
-        if ways:
-            try:
-                found = self._learned_from(module, leaves, ways, bool(own))
-            except BaseException:  # such as KeyboardInterrupt: then the next batch shows it
-                self._looked, self.is_learned = looked, False
-                self._parts.discard(module)
-                raise
-        else:
+        if not is_part and documents is None:
+            self._later.begin(tensors_of((args, kwargs)))
+        ways, why = self._ways(module, args, kwargs, samples)
+        is_own, found = bool(ways), Proof(why)
+        if self._groups:  # a process without samples runs the passes of the others
+            batch = Example.of(args, kwargs, samples) or Example.without_samples(args, kwargs)
+            ways = ways[:1] or [batch]
+        if structure.on_any(is_own):
+            found = self._learned_from(module, leaves, ways, is_own)
+        elif documents is None or self._groups:
             self._is_blind = alone
-            why = f"no argument of {type(module).__name__} has {samples} samples"
-            lost = is_part and not alone
-            found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        if is_part and (why := _unclear_in(args, kwargs, samples, is_shown=not self._groups)):
-            found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
+        else:  # the next batch may show more
+            self._join(found)
+            return
+        if is_part and why and not alone:
+            found = found._replace(wrong=dict.fromkeys((leaf.name for leaf in leaves), why))
+        self._see(module)
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
@@ -294,30 +273,31 @@ class Batches:
         if (call := self._block.on_learned()) is not None:
             call()
 
-    def _ways(self, args: Any, kwargs: Any, samples: int, is_part: bool) -> list[Way]:
-        """The batch in each way in which it may hold its samples, and other numbers of them if the
-        model does not take a few. Of several rows that a part gets nothing says whether they belong
-        to one.
+    def _ways(
+        self, module: nn.Module, args: Any, kwargs: Any, samples: int
+    ) -> tuple[list[Example], str]:
+        """The batch in each way in which it may hold its samples, or why nothing shows where they
+        are. Of several rows that a part gets nothing says whether they belong to one.
         """
         documents = self._passes.asked.documents
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
-            return [] if example is None else [(example, [example.n])]
+            return [example] if example else [], "" if example else ROWS_ARE_NO_SAMPLES
+        is_part, name = module is not self._structure.model, type(module).__name__
         shapes = [t.shape for t in tensors_of((args, kwargs))]
         if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
-            return []
-        sizes = [*dict.fromkeys((FEW, FEW + 1, FEW + 2, samples))]
-        batches = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
-        return [(batch, sizes) for batch in batches]
+            return [], f"no argument of {name} has {samples} samples"
+        ways = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
+        if is_part and (ways[0].is_unclear or (self._groups and len(ways) > 1)):
+            return [], f"{name} {UNCLEAR}"
+        return ways, "" if ways else f"no argument of {name} has {samples} samples"
 
-    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _see(self, module: nn.Module) -> None:
         """Note that a module is learnt, with all that it calls."""
         model = self._structure.model
         self._looked.update(module.modules())
         if module is model:
             self.is_learned = True
-            if self._passes.asked.documents is None:
-                self._later.begin(tensors_of((args, kwargs)))
         else:
             self._parts.add(module)
             self._run_begins(module)
@@ -337,37 +317,33 @@ class Batches:
         """Prove it with this batch too, and learn the parameters that no batch has used; or if it
         is not new, see whether samples meet in it.
         """
-        structure, passes, unseen = self._structure, self._passes, self._unseen
+        structure, learned = self._structure, self._learned
+        assert learned is not None
         args, kwargs = self._block.batch
-        batch = Example.of(args, kwargs, passes.asked.samples, self._arrangement)
-        if batch is None or passes.is_reached:  # backward has begun
+        batch = Example.of(args, kwargs, self._passes.asked.samples, learned.arrangement)
+        if batch is None or self._passes.is_reached:  # backward has begun
             return
-        assert self._learned is not None
-        model, leaves, example = structure.model, structure.leaves, batch.few(self._few)
-        trial = self._trial(model, leaves, batch, example, self._learned)
-        with self._looking(leaves):
+        trial = self._trial(structure.model, structure.leaves, batch)
+        trial = trial._replace(example=batch.few(learned.n), learned=learned)
+        with self._looking(structure.leaves):
             if not is_new:
                 self._later.wrong |= meeting(trial, self._later.some_of(batch.n))
                 return
             self._block.is_shown_again = True
-            passes.begin(Asked(example.n))
+            unseen = [leaf for leaf in structure.covered if leaf.is_learned and leaf.is_unseen]
             if unseen:
-                found = learn(structure, unseen, trial.run, example)
-                found.tell(unseen, is_part=False)
+                learn(trial._replace(leaves=unseen)).tell(unseen, is_part=False)
             proof = self._later.prove(trial)
         self.proof = self.proof.later(proof)
 
-    def _trial(self, module: nn.Module, *what: Any) -> Trial:
-        """What is to be proven of the model, or of a part."""
-        return Trial(self._structure, self._passes, module, self._called(module), *what)
-
-    def _called(self, module: nn.Module) -> Callable[..., Any]:
-        """What is called with an example of a module."""
-        run = self._block.run
-        return run if run is not None and module is self._structure.model else module
+    def _trial(self, module: nn.Module, leaves: list[Leaf], batch: Example) -> Trial:
+        """What is tried with a batch of the model, or of a part."""
+        run, is_part = self._block.run, module is not self._structure.model
+        called = module if run is None or is_part else run
+        return Trial(self._structure, self._passes, module, called, leaves, batch, batch)
 
     def _learned_from(
-        self, module: nn.Module, leaves: list[Leaf], ways: list[Way], is_own: bool
+        self, module: nn.Module, leaves: list[Leaf], ways: list[Example], is_own: bool
     ) -> Proof:
         """Learn from the first way to hold its samples that the model takes. Where another one is
         proven as well, which of them is right cannot be seen. Processes that shard the parameters
@@ -378,12 +354,13 @@ class Batches:
         is_part = module is not self._structure.model
         known = [(leaf, leaf.steps, leaf.routes) for leaf in leaves]
         with self._looking(leaves):
-            for k in reversed(range(len(ways))):  # what the last one shows stays
+            for batch in ways[::-1]:  # what the last one shows stays
                 for leaf, steps, routes in known if found and is_part else ():
                     leaf.learn([*steps], routes)
-                tried = self._learned_from_one(module, leaves, ways[k], k == 0, is_own)
+                trial = self._trial(module, leaves, batch)
+                tried = self._learned_from_one(trial, batch is ways[0], is_own)
                 if isinstance(tried, Proof):
-                    found.append((ways[k][0].arrangement, tried))
+                    found.append((batch.arrangement, tried))
         if not found:
             return Proof(f"the model does not take some of the samples of its batch ({tried})")
         *others, (usual, proof) = found
@@ -396,79 +373,33 @@ class Batches:
                 return proof._replace(reason=unclear, wrong=wrong)
         return proof
 
-    def _learned_from_one(
-        self,
-        module: nn.Module,
-        leaves: list[Leaf],
-        way: Way,
-        is_usual: bool,
-        is_own: bool,
-    ) -> Proof | str:
+    def _learned_from_one(self, trial: Trial, is_usual: bool, is_own: bool) -> Proof | str:
         """Learn from as many samples as the model takes, or say why it takes no number of them."""
-        batch, sizes = way
-        structure, passes, run = self._structure, self._passes, self._called(module)
-        learned: Learned | None = None
-        error, begun = "", collectives()
-        for n in sizes:
-            example = batch.few(n)
-            passes.begin(Asked(example.n), leaves)
+        batch, groups, error = trial.batch, self._groups, ""
+        for n in dict.fromkeys((FEW,) if groups else (FEW, FEW + 1, FEW + 2, batch.n)):
+            trial = trial._replace(example=batch.few(n))
             try:
-                learned = learn(structure, leaves, run, example)
+                learned = learn(trial)
                 break
             except Exception as own:  # the model's own, whatever it is
-                if is_usual and self._takes(run, example):  # then it is an error of ours
+                if is_usual and trial.takes():  # then it is an error of ours
                     raise
                 error = error or first_line(own)
-        self._is_joint |= collectives() != begun
-        if learned is None:
+        else:
             return error
-        unseen = [leaf for leaf in leaves if leaf not in learned.routes]
-        if unseen and module.training and not self._groups:
-            learned = learned.joined(self._skipped(run, module, unseen, example))
-        if self._groups:
-            learned = self._shared(leaves, learned, is_own)
-        is_part = module is not structure.model
-        learned.tell(leaves, is_part)
+        if groups:
+            _, learned = shared(
+                (is_own, learned), lambda a, b: b if b[0] and not a[0] else a, groups
+            )
+        else:
+            learned = learned.joined(learn_skipped(trial._replace(learned=learned)))
+        learned.tell(trial.leaves, trial.is_part)
         self.is_half |= learned.is_half
-        if not is_part:
-            self._few, self._learned, self._arrangement = example.n, learned, example.arrangement
-            self.is_by_run = self._block.run is not None
-            self._ordered = [leaf for leaf in leaves if leaf.is_ordered]
-        if structure.on_any(not is_own):
+        if not trial.is_part:
+            self._learned, self.is_by_run = learned, self._block.run is not None
+        if self._structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
-        return prove(self._trial(module, leaves, batch, example, learned))
-
-    def _skipped(
-        self, run: Callable[..., Any], module: nn.Module, leaves: list[Leaf], example: Example
-    ) -> Learned | None:
-        """What evaluation mode shows of parameters that training mode did not use, as those of
-        layers that it skips at random; None if the model does not take the example there.
-        """
-        with kept_modes(module):
-            module.eval()
-            try:
-                return learn(self._structure, leaves, run, example)
-            except Exception:  # the model's own, whatever it is: then they stay unseen
-                return None
-
-    def _takes(self, run: Callable[..., Any], example: Example) -> bool:
-        """Whether a model takes all passes over an example without being looked at."""
-        try:
-            for b in range(-1, example.n):
-                one = example.replaced(b)
-                with self._structure.as_it_was():
-                    run(*one.args, **one.kwargs)
-        except Exception:  # the model's own, whatever it is
-            return False
-        return True
-
-    def _shared(self, leaves: list[Leaf], learned: Learned, is_own: bool) -> Learned:
-        """What the first process has learnt that has samples of its own."""
-        own = learned.by(lambda leaf: leaf.name)
-        _, first = shared((is_own, own), lambda a, b: b if b[0] and not a[0] else a, self._groups)
-        named = {leaf.name: leaf for leaf in leaves}
-        found: Learned = first.by(named.get)
-        return found
+        return prove(trial._replace(learned=learned))
 
     @contextmanager
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
@@ -502,7 +433,7 @@ class Batches:
         assert documents is not None
         if not (structure.units or (leaves[0].rows > 1 and not learned.results)):
             batch = Example.without_samples(args, kwargs, samples)
-            trial = self._trial(structure.model, leaves, batch, batch, learned)
+            trial = self._trial(structure.model, leaves, batch)._replace(learned=learned)
             with self._looking(leaves):
                 refuse_mixed_documents(trial, documents, leaves[0].rows)
         self._is_apart = True
@@ -514,26 +445,23 @@ TWO_WAYS = (
 )
 MOST = 5
 """Of so many dimensions of what a part gets each may hold the samples."""
-POSITIONS = (
-    "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
-    "call: these may be positions that all samples share, or a number for each sample. With "
-    "gnsfast.configure(model, example=...) the whole pass shows which"
+UNCLEAR = (
+    "is a part that the model does not call, and what it gets does not show where its samples are: "
+    "consecutive numbers, as many as samples, may be positions that all samples share, and as many "
+    "features or tokens as samples may be those of one sample. With "
+    "gnsfast.configure(model, example=..., run=...) the whole pass shows which"
 )
-SQUARE = (
-    "two dimensions of what a part gets that the model does not call are as large as the number of "
-    "samples. With gnsfast.configure(model, example=..., run=...) the whole pass shows which"
-)
-FEATURES = (
-    "a part that the model does not call gets rows of as many numbers as there are samples, which "
-    "may be the features of a sample, or a number of each. With gnsfast.configure(model, "
-    "example=..., run=...) the whole pass shows which"
-)
+ROWS_ARE_NO_SAMPLES = "rows of packed documents are not samples here"
 NOT_BEGUN = "no batch has gone through the model in a block"
 BLIND = (
     "The parameters are sharded, and in the first block every process had one sample, so nothing "
     "is known of several. Before this block call gnsfast.configure(model, example=batch) on every "
     "process."
 )
+
+
+def _first_own(a: tuple[bool, Learned], b: tuple[bool, Learned]) -> tuple[bool, Learned]:
+    return a if a[0] or not b[0] else b
 
 
 def _flaws(proof: Proof) -> tuple[bool, int]:
@@ -579,25 +507,6 @@ def _without_modes() -> AbstractContextManager[Any]:
     """
     has_modes = torch._C._len_torch_dispatch_stack()
     return _disable_current_modes() if has_modes else nullcontext()
-
-
-def _unclear_in(args: Any, kwargs: Any, samples: int, is_shown: bool) -> str:
-    """Why what a part gets does not show its samples: a list of consecutive numbers, as many as
-    samples, a dimension that features may have, or two of their number, if no pass ``is_shown``
-    that tells them apart.
-    """
-    given = tensors_of((args, kwargs)) if samples > 1 else []
-    for t in given:
-        if t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all()):
-            return POSITIONS
-        if t.ndim > 2 and t.shape[:2] == (samples, samples) and not is_shown:
-            return SQUARE
-    batch = Example.of(args, kwargs, samples) if given else None
-    places = () if batch is None else zip(given, batch.layouts)
-    held = [(t, own) for t, own in places if own is not None]
-    if held and all(t.ndim == 2 and t.is_floating_point() and own.dim == 1 for t, own in held):
-        return FEATURES
-    return ""
 
 
 def _detached(t: Tensor) -> Tensor:

@@ -106,8 +106,20 @@ class Example(NamedTuple):
         """So many of its samples, again from the first if it has fewer."""
         return self.part(b % self.n for b in range(n))
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether a part of a model that gets this may hold its samples in another way: positions
+        that all samples share, or features of a sample, may be as many as samples.
+        """
+        given = tensors_of((self.args, self.kwargs), KINDS)
+        held = [(t, own) for t, own in zip(given, self.layouts) if own is not None]
+        if any(isinstance(t, Listed) for t, _ in held):
+            return False
+        is_of_rows = all(t.ndim == 2 and t.is_floating_point() and own.dim == 1 for t, own in held)
+        return is_of_rows or any(_is_of_tokens(t, self.n) for t, _ in held)
+
     @classmethod
-    def without_samples(cls, args: Any, kwargs: Any, n: int) -> "Example":
+    def without_samples(cls, args: Any, kwargs: Any, n: int = 1) -> "Example":
         """The arguments as they are, for a process that only runs the passes of others."""
         return cls(tuple(args), dict(kwargs), n, (None,) * len(tensors_of((args, kwargs))))
 

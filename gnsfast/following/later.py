@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gnsfast.following.learning import Trial
 from gnsfast.following.passes import Passes
-from gnsfast.following.proof import Proof, Trial, prove
+from gnsfast.following.proof import Proof, prove
 from gnsfast.following.structure import Structure
 
 

@@ -5,15 +5,15 @@ A few samples go through the model as they are, and again with one of them repla
 changes with sample b belongs to sample b. No gradient is computed.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnsfast.following.checkpoints import with_graphs
-from gnsfast.following.examples import Example
+from gnsfast.following.examples import FEW, USUAL, Arrangement, Example
 from gnsfast.following.layouts import (
     FIRST,
     SHARED,
@@ -27,7 +27,11 @@ from gnsfast.following.layouts import (
 )
 from gnsfast.following.leaf import NO_ROWS, Leaf, Step
 from gnsfast.following.looks import Look, Seen
+from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
+from gnsfast.functional import Documents
+from gnsfast.kept import kept_modes
+from gnsfast.parallel import collectives
 from gnsfast.tensors import tensors_of, whole
 
 
@@ -42,14 +46,19 @@ class Looks(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """Where the samples lie in the model's results, whether it computes in half precision, and for
-    each leaf the functions that take it, and those in which it meets the data.
+    """What an example of ``n`` samples, which it holds in an ``arrangement``, has shown: where the
+    samples lie in the model's results, whether it computes in half precision and whether it needs
+    other processes, and by the name of a parameter the functions that take it, and those in which
+    it meets the data.
     """
 
+    n: int = FEW
+    arrangement: Arrangement = USUAL
     results: list[Place] = []
     is_half: bool = False
-    steps: dict[Leaf, list[Step]] = {}
-    routes: dict[Leaf, tuple[str, ...]] = {}
+    is_joint: bool = False
+    steps: dict[str, list[Step]] = {}
+    routes: dict[str, tuple[str, ...]] = {}
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""
@@ -57,47 +66,109 @@ class Learned(NamedTuple):
         for step in (step for own in self.steps.values() for step in own if step.chosen):
             chosen[step.name] = chosen.get(step.name, NO_ROWS) | step.chosen
         for leaf in leaves:
-            leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
+            own = self.steps.get(leaf.name, []), self.routes.get(leaf.name, ())
+            leaf.learn(*own, adds=is_part)
             leaf.found.functions = 0
             leaf.chosen = leaf.chosen | chosen
 
-    def joined(self, other: "Learned | None") -> "Learned":
+    def joined(self, other: "Learned") -> "Learned":
         """The same with what another example has shown of leaves that this one did not use."""
-        if other is None:
-            return self
         steps, routes = other.steps | self.steps, other.routes | self.routes
         return self._replace(steps=steps, routes=routes)
 
-    def by(self, key: Callable[[Any], Any]) -> "Learned":
-        """The same with another key for each leaf, such as its name."""
-        steps = {key(leaf): v for leaf, v in self.steps.items()}
-        routes = {key(leaf): v for leaf, v in self.routes.items()}
-        return self._replace(steps=steps, routes=routes)
 
-
-def learn(
-    structure: Structure, leaves: list[Leaf], run: Callable[..., Any], example: Example
-) -> Learned:
-    """What an example shows. ``run`` is the model, or a part of it. All processes that need each
-    other's passes run the same number of them.
+class Trial(NamedTuple):
+    """A model, or a part of it, that runs for our own ends: ``run``, which is ``module`` or calls
+    it, gets a ``batch``, whose first samples are those of ``example``. ``leaves`` are followed
+    meanwhile, and ``learned`` says what the example has shown.
     """
-    looks, n = _looks(structure, leaves, run, example), example.n
-    routes = {leaf: tuple(uses) for leaf, uses in _routes(looks.base).items()}
-    return Learned(_results(looks, n), looks.base.is_half, _steps(looks, n), routes)
+
+    structure: Structure
+    passes: Passes
+    module: nn.Module
+    run: Callable[..., Any]
+    leaves: list[Leaf]
+    batch: Example
+    example: Example
+    learned: Learned = Learned()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is not the whole model."""
+        return self.module is not self.structure.model
+
+    def takes(self) -> bool:
+        """Whether the model takes all passes over the example without being looked at."""
+        try:
+            for b in range(-1, self.example.n):
+                one = self.example.replaced(b)
+                with self.structure.as_it_was():
+                    self.run(*one.args, **one.kwargs)
+        except Exception:  # the model's own, whatever it is
+            return False
+        return True
+
+    @contextmanager
+    def measured(self, documents: Documents | None = None) -> Iterator[list[Tensor]]:
+        """The results of an open pass over the batch, whose samples may be packed documents."""
+        own = self.batch.replaced(-1)
+        with self.structure.as_it_was():
+            self.passes.begin(Asked(own.n, documents=documents), self.leaves)
+            yield [*map(whole, tensors_of(self.run(*own.args, **own.kwargs)))]
+
+    @property
+    def norms(self) -> dict[Leaf, Tensor]:
+        """The norms of all samples in the loss of which the probes of the pass are filled."""
+        rows = self.passes.rows(self.leaves)
+        return {leaf: own[0, : self.batch.n] for leaf, own in rows.items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The parameters that the pass could not measure, with the reason."""
+        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
 
 
-def _looks(
-    structure: Structure, leaves: list[Leaf], run: Callable[..., Any], example: Example
-) -> Looks:
+def learn(trial: Trial) -> Learned:
+    """What an example shows. All processes that need each other's passes run the same number of
+    them.
+    """
+    example, begun = trial.example, collectives()
+    trial.passes.begin(Asked(example.n), trial.leaves)
+    looks, n = _looks(trial), example.n
+    return Learned(
+        n,
+        example.arrangement,
+        _results(looks, n),
+        looks.base.is_half,
+        collectives() != begun,
+        {leaf.name: steps for leaf, steps in _steps(looks, n).items()},
+        {leaf.name: tuple(uses) for leaf, uses in _routes(looks.base).items()},
+    )
+
+
+def learn_skipped(trial: Trial) -> Learned:
+    """What evaluation mode shows of parameters that training mode did not use, as those of layers
+    that it skips at random; nothing if the model does not take the example there.
+    """
+    leaves = [leaf for leaf in trial.leaves if leaf.name not in trial.learned.routes]
+    if leaves and trial.module.training:
+        with kept_modes(trial.module), suppress(Exception):  # the model's own: they stay unseen
+            trial.module.eval()
+            return learn(trial._replace(leaves=leaves))
+    return Learned()
+
+
+def _looks(trial: Trial) -> Looks:
+    structure, example = trial.structure, trial.example
     growing: set[tuple[Leaf, int]] = set()
 
     def look(own: Example) -> Look:
-        for leaf in leaves:
+        for leaf in trial.leaves:
             leaf.samples = own.n
         found = Look(own.n, growing)
         found.begin(own)
         with structure.as_it_was(), with_graphs(), found:
-            out = run(*own.args, **own.kwargs)
+            out = trial.run(*own.args, **own.kwargs)
         found.results = [Print.of(whole(t)) for t in tensors_of(out)]
         return found
 

@@ -7,21 +7,19 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import combinations, count, islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
 from gnsfast.following.layouts import FIRST, SHARED, Layout
 from gnsfast.following.leaf import Leaf
-from gnsfast.following.learning import Learned
-from gnsfast.following.passes import Asked, Passes, Weighted, fill_probes, gradients
-from gnsfast.following.structure import Structure
+from gnsfast.following.learning import Trial
+from gnsfast.following.passes import Weighted, fill_probes, gradients
 from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
@@ -62,41 +60,6 @@ class Proof(NamedTuple):
 DRAWS = "the model draws random numbers"
 NO_RESULT = "no result of the model belongs to single samples"
 TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
-
-
-class Trial(NamedTuple):
-    """What is proven: the norms of ``leaves`` where ``run``, which is ``module`` or calls it, gets
-    ``batch``. Its first samples are those of ``example``, of which ``learned`` says what they have
-    shown.
-    """
-
-    structure: Structure
-    passes: Passes
-    module: nn.Module
-    run: Callable[..., Any]
-    leaves: list[Leaf]
-    batch: Example
-    example: Example
-    learned: Learned
-
-    @contextmanager
-    def measured(self, documents: Documents | None = None) -> Iterator[list[Tensor]]:
-        """The results of an open pass over the batch, whose samples may be packed documents."""
-        own = self.batch.replaced(-1)
-        with self.structure.as_it_was():
-            self.passes.begin(Asked(own.n, documents=documents), self.leaves)
-            yield [*map(whole, tensors_of(self.run(*own.args, **own.kwargs)))]
-
-    @property
-    def norms(self) -> dict[Leaf, Tensor]:
-        """The norms of all samples in the loss of which the probes of the pass are filled."""
-        rows = self.passes.rows(self.leaves)
-        return {leaf: own[0, : self.batch.n] for leaf, own in rows.items()}
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """The parameters that the pass could not measure, with the reason."""
-        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
 
 
 ALONE, TOGETHER, LOSS = "alone", "together", "loss"
