@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,6 @@ class _Block:
     run: Callable[..., Any] | None = None
     is_shown_again: bool = False
     hooks: list[Any] = field(default_factory=list)
-    part_hooks: list[Any] = field(default_factory=list)
     on_learned: Callable[[], Callable[[], None] | None] = no_method
 
 
@@ -82,42 +81,39 @@ class Batches:
     def watch(self, caller: nn.Module) -> None:
         """See what ``caller``, the model or a wrapper of it, gets from here on, and its parts."""
         self._block.caller = weakref.ref(caller)
-        self._hook_before(caller, lambda _, args, kwargs: self.show(args, kwargs))
-        self._hook_after(caller)
-        for part in self._parts:
-            self._hook_before(part, self._enter, needs_grad=False)
-            self._hook_after(part)
         model = self._structure.model
-        for m in () if self.is_learned else model.modules():
-            is_known = m is model or m in self._looked
-            if not (is_known or isinstance(m, torch.jit.ScriptModule)):
-                self._block.part_hooks.append(self._hook_before(m, self._before_part))
+        parts = {*self._parts}
+        if not self.is_learned:
+            new = (m for m in model.modules() if m not in self._looked)
+            parts.update(m for m in new if not isinstance(m, torch.jit.ScriptModule))
+        for m in (caller, *(parts - {model, caller})):
+            before = m.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True)
+            self._block.hooks += before, m.register_forward_hook(Hook(self._after))
 
-    def _hook_before(
-        self, module: nn.Module, run: Callable[..., Any], needs_grad: bool = True
-    ) -> Any:
-        """Call ``run`` before ``module`` runs in a pass of the user, in any mode unless it
-        ``needs_grad``.
-        """
-
-        def before(*given: Any) -> None:
-            if not (self.is_learning or torch.compiler.is_compiling()):
-                if torch.is_grad_enabled() or not needs_grad:
-                    run(*given)
-
-        hook = module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True)
-        self._block.hooks.append(hook)
-        return hook
-
-    def _hook_after(self, module: nn.Module) -> None:
-        self._block.hooks.append(module.register_forward_hook(Hook(self._after)))
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the model, or a part that is not called by it, gets in a pass of the user."""
+        if self.is_learning or torch.compiler.is_compiling():
+            return
+        if module is self._block.caller():
+            if torch.is_grad_enabled():
+                self.show(args, kwargs)
+            return
+        # What gets no tensor, such as a parametrization, shows nothing.
+        if torch.is_grad_enabled() and tensors_of((args, kwargs)):
+            self.learn(module, args, kwargs)
+        if module in self._parts:
+            self._run_begins(module, self._structure.leaves_of(module))
 
     def end(self) -> None:
         """End what a block began."""
-        for hook in self._block.hooks:
-            hook.remove()
+        self._unwatch()
         self._block, self._structure.given = _Block(), ()
         self._later.end(self.proof)
+
+    def _unwatch(self) -> None:
+        for hook in self._block.hooks:
+            hook.remove()
+        self._block.hooks.clear()
 
     def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
         """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
@@ -190,17 +186,7 @@ class Batches:
             self._learn_again()
             self._later.fail_wrong()
 
-    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn from what a part of a model gets that is not called as a whole."""
-        # What gets no tensor, such as a parametrization, shows nothing.
-        if any(True for _ in tensors_of((args, kwargs))):
-            self.learn(module, args, kwargs)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a part that is called by itself runs."""
-        self._run_begins(module, self._structure.leaves_of(module))
-
-    def _run_begins(self, module: nn.Module, leaves: Sequence[Leaf] = ()) -> None:
+    def _run_begins(self, module: nn.Module, leaves: list[Leaf]) -> None:
         """Note that a module runs, whose calls of functions are counted from its start."""
         running = self._structure.running
         for leaf in () if running.modules else leaves:
@@ -288,7 +274,7 @@ class Batches:
         if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
             return [], f"no argument of {name} has {samples} samples"
         ways = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
-        if is_part and (ways[0].is_unclear or (self._groups and len(ways) > 1)):
+        if is_part and ways and (ways[0].is_unclear or (self._groups and len(ways) > 1)):
             return [], f"{name} {UNCLEAR}"
         return ways, "" if ways else f"no argument of {name} has {samples} samples"
 
@@ -300,14 +286,11 @@ class Batches:
             self.is_learned = True
         else:
             self._parts.add(module)
-            self._run_begins(module)
-            self._hook_after(module)
             more = (m for m in model.modules() if m is not model and m not in self._looked)
             self.is_learned = not any(self._structure.leaves_of(m) for m in more)
-        if self.is_learned:
-            for hook in self._block.part_hooks:
-                hook.remove()
-            self._block.part_hooks.clear()
+        if self._block.hooks:  # compiled code runs best without those that are not needed now
+            self._unwatch()
+            self.watch(self._block.caller())
 
     def _join(self, found: Proof) -> None:
         """Take over the proof of the model, or of one part more."""
@@ -527,8 +510,3 @@ def _rows_of(shape: torch.Size, tokens: int) -> int:
     if shape[:1].numel() == tokens:
         return 1
     return shape[0] if shape[:2].numel() == tokens else 0
-
-
-def _smaller(a: int, b: int) -> int:
-    """The smaller number of samples of two processes that have several."""
-    return min(a, b) or max(a, b)
