@@ -21,6 +21,11 @@ class Layout(NamedTuple):
     interleaved: bool = False
     several: int | None = None
 
+    @classmethod
+    def of(cls, shape: torch.Size, n: int, dim: int, interleaved: bool = False) -> "Layout":
+        """That of n samples along a dimension of a tensor of this shape."""
+        return cls(dim, interleaved, shape[dim] // n if shape[dim] > n else 0)
+
     def fits(self, shape: torch.Size | tuple[int, ...], B: int) -> bool:
         """Whether a tensor of this shape may hold B samples so. Where each sample had one row in
         the example, more rows may lie in either order.
@@ -222,7 +227,7 @@ def place_of(
                 b: each[d].view(parts).any(0 if interleaved else 1) for b, each in changed.items()
             }
             if not any(bool(o[[j for j in range(n) if j != b]].any()) for b, o in own.items()):
-                return Layout(d, interleaved, size // n if size > n else 0)
+                return Layout.of(base.shape, n, d, interleaved)
     return UNKNOWN
 
 
@@ -245,10 +250,7 @@ def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> La
     as the longest sample.
     """
     dims = growing(shape, fewer, n)
-    if len(dims) != 1:
-        return None
-    each = shape[dims[0]] // n
-    return Layout(dims[0], False, each if each > 1 else 0)
+    return Layout.of(shape, n, dims[0]) if len(dims) == 1 else None
 
 
 def growing(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> list[int]:

@@ -235,9 +235,7 @@ def _routes(look: Look) -> dict[Leaf, dict[str, None]]:
 def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
     """The steps of each leaf."""
     found: dict[Leaf, list[Step]] = {}
-    chosen = {leaf: _chosen(leaf, looks, n) for leaf in looks.base.seen}
-    # Rows that are the same in all samples, as those of a first token, show nothing alone.
-    shown = {name for own in chosen.values() for name, each in own.items() if each.is_changed}
+    chosen = _chosen(looks, n)
     for leaf, calls in looks.base.seen.items():
         in_grad_mode = any(call.has_grad for call in calls)
         for k, call in enumerate(calls):
@@ -247,9 +245,8 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             fewer = _nth(looks.fewer, leaf, k, call) if call.of_data else None
             m = looks.fewer.samples if looks.fewer else 0
             step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
-            if UNKNOWN in (*step.arguments, *step.results) and call.name in shown:
-                kept = chosen[leaf].get(call.name)
-                step = step._replace(chosen=NO_ROWS if kept is None else kept.rows)
+            if UNKNOWN in (*step.arguments, *step.results):
+                step = step._replace(chosen=chosen.get((leaf, call.name), NO_ROWS))
             found.setdefault(leaf, []).append(step)
     return found
 
@@ -257,11 +254,10 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
 def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     """Call number ``k`` of another pass, if it is the same function."""
 
-    def kind(call: Seen) -> tuple[str, int]:
-        return call.name, len(call.results)
-
     calls = look.seen.get(leaf, []) if look is not None else []
-    return next((call for call in calls[k : k + 1] if kind(call) == kind(like)), None)
+    own = calls[k] if k < len(calls) else None
+    is_like = own and own.name == like.name and len(own.results) == len(like.results)
+    return own if is_like else None
 
 
 def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int, m: int) -> Step:
@@ -297,54 +293,44 @@ def _as_others(first: Layout, shape: torch.Size, n: int) -> Place:
     d = first.dim
     if len(shape) <= d or shape[d] < n or shape[d] % n:
         return UNKNOWN
-    return Layout(d, first.interleaved, shape[d] // n if shape[d] > n else 0)
+    return Layout.of(shape, n, d, first.interleaved)
 
 
-class Kept(NamedTuple):
-    """Rows that the data have chosen, of which each sample keeps its own, in any order, while
-    others are replaced: ``rows`` as in ``Step.chosen``. ``is_changed``: those of a replaced one are
-    others.
+def _chosen(looks: Looks, n: int) -> dict[tuple[Leaf, str], frozenset[int]]:
+    """The functions of each leaf that take rows that the data have chosen, of which each sample
+    keeps its own, in any order, while others are replaced: their ``Step.chosen``.
     """
+    found, changing = {}, set()
+    for leaf, calls in looks.base.seen.items():
+        for name in {call.name for call in calls}:
+            every = (_rows_of(o, leaf, name, n) for o in (looks.base, *looks.others.values()))
+            own = [rows for rows in every if rows is not None]
+            if len(own) < 1 + n:
+                continue
+            pairs = ((b, j) for b in range(n) for j in range(n))
+            changed = [(b, j) for b, j in pairs if not _is_same(own[0][j], own[b + 1][j])]
+            if all(b == j for b, j in changed):
+                found[leaf, name] = frozenset(
+                    call.owners.each for call in calls if call.name == name and call.owners
+                )
+                changing |= {name} if changed else set()
+    # Rows that are the same in all samples, as those of a first token, show nothing alone.
+    return {(leaf, name): rows for (leaf, name), rows in found.items() if name in changing}
 
-    rows: frozenset[int]
-    is_changed: bool
 
-
-def _chosen(leaf: Leaf, looks: Looks, n: int) -> dict[str, Kept]:
-    """The functions that take such rows."""
-    rows: dict[str, set[int]] = {}
-    for call in looks.base.seen[leaf]:
-        rows.setdefault(call.name, set()).update(() if call.owners is None else [call.owners.each])
-    found = {name: _keeps_rows(leaf, name, looks, n) for name in rows}
-    return {
-        name: Kept(frozenset(rows[name]), own) for name, own in found.items() if own is not None
-    }
-
-
-def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool | None:
-    """Whether a replaced sample has other rows; None where another one has."""
-
-    def of(look: Look) -> list[Tensor] | None:
-        calls = [call for call in look.seen.get(leaf, []) if call.name == name]
-        if any(call.owners is None for call in calls):
-            return None
-        if not calls:  # an expert that no sample was sent to
-            return [torch.zeros(0, dtype=torch.float64)] * n
-        owners = torch.cat([call.owners.owner_N for call in calls if call.owners is not None])
-        rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
-        return [rows[owners == b].sort().values for b in range(n)]
-
-    first = of(looks.base)
-    if first is None:
+def _rows_of(look: Look, leaf: Leaf, name: str, n: int) -> list[Tensor] | None:
+    """A number for each row of each sample that a function takes, in order; None where the sample
+    of a row is not known.
+    """
+    calls = [call for call in look.seen.get(leaf, []) if call.name == name]
+    if any(call.owners is None for call in calls):
         return None
+    if not calls:  # an expert that no sample was sent to
+        return [torch.zeros(0, dtype=torch.float64)] * n
+    owners = torch.cat([call.owners.owner_N for call in calls if call.owners is not None])
+    rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
+    return [rows[owners == b].sort().values for b in range(n)]
 
-    def same(a: Tensor, b: Tensor) -> bool:
-        return len(a) == len(b) and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
-    changed = False
-    for b, look in looks.others.items():
-        other = of(look)
-        if other is None or not all(same(first[j], other[j]) for j in range(n) if j != b):
-            return None
-        changed |= not same(first[b], other[b])
-    return changed
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return len(a) == len(b) and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
