@@ -127,23 +127,22 @@ class Example(NamedTuple):
     def of_documents(
         cls, args: Any, kwargs: Any, rows: int, documents: Documents
     ) -> "Example | None":
-        """A few ``rows`` of packed documents as samples. Of a single row they are parts of one
-        length, each from the start of a document on. None if documents go on in the next row.
+        """A few ``rows`` of packed documents as samples. Of a single row they are the longest
+        documents, as much of each as the shortest of these has. None if documents go on in the next
+        row.
         """
-        N, starts = documents.tokens, [*dict.fromkeys(documents.starts.tolist())]
+        N, length_D = documents.tokens, documents.starts.diff()
         if rows != 1:
+            starts = {*documents.starts.tolist()}
             apart = rows > 1 and all(k * N // rows in starts for k in range(rows))
             whole = cls.of(args, kwargs, rows) if apart else None
             return whole and whole.few()
-        T, first = N // FEW, [0]
-        while T > 1 and len(first) < 2:
-            first = [s for s in starts if s + T <= N]
-            T = T if len(first) > 1 else T // 2
+        longest = [d for d in length_D.argsort(descending=True).tolist() if length_D[d] > 1][:FEW]
         given = [t for t in tensors_of((args, kwargs)) if t.ndim]
-        if len(first) < 2 or any(t.shape[0] != 1 or N not in t.shape for t in given):
+        if len(longest) < 2 or any(t.shape[0] != 1 or N not in t.shape for t in given):
             return None
-        n = min(len(first), FEW)
-        first = [first[k * (len(first) - 1) // (n - 1)] for k in range(n)]
+        n, T = len(longest), int(length_D[longest[-1]])
+        first = documents.starts[longest].tolist()
 
         def cut(t: Tensor) -> Tensor:
             parts = [t.detach()] * n

@@ -3,7 +3,6 @@
 tensors hold. No gradient is computed.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +90,7 @@ class Look(TorchFunctionMode):
                 return _queried(func, args, kwargs)
             if name == "__getitem__" and isinstance(_mark_of(args[0]), Leaf):
                 args = numbered(args)
-            arguments = [*_values(args, kwargs)]
+            arguments = pytree.tree_leaves((args, kwargs))
             marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
             of_data = any(isinstance(mark, Mark) for mark in marks)
             of_data = of_data and not (
@@ -113,7 +112,7 @@ class Look(TorchFunctionMode):
             else:
                 found = tensors_of(out)
             if leaves:
-                of_data = self._note(name, args, kwargs, leaves, of_data, found)
+                of_data = self._note(name, arguments, marks, leaves, of_data, found)
             if of_data and writes(name) and isinstance(arguments[0], Tensor):
                 _mark(arguments[0], data)
             for t in found:
@@ -127,8 +126,8 @@ class Look(TorchFunctionMode):
     def _note(
         self,
         name: str,
-        args: Any,
-        kwargs: Any,
+        arguments: list[Any],
+        marks: list[Any],
         leaves: list[Leaf],
         of_data: bool,
         results: list[Tensor],
@@ -143,8 +142,6 @@ class Look(TorchFunctionMode):
                 self.uses.setdefault(each, {})[name] = None
             elif each is not leaf:
                 self.made.setdefault(leaf, {})[each] = None
-        arguments = pytree.tree_leaves((args, kwargs))
-        marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
         x = next((t for t, mark in zip(arguments, marks) if isinstance(mark, Mark)), None)
         owners = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
@@ -202,15 +199,6 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(out, Tensor) and isinstance(mark := _mark_of(args[0]), Mark):
         _mark(out, mark)
     return out
-
-
-def _values(args: Any, kwargs: Any) -> Iterator[Any]:
-    """The arguments of a function, and those in its lists."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            yield from _values(value, {})
-        else:
-            yield value
 
 
 def _number(x_ND: Tensor) -> Tensor:
