@@ -148,21 +148,22 @@ Place = Layout | Chosen | str
 class Print(NamedTuple):
     """The fingerprint of a tensor: for each dimension a number for each of its indices, which a
     change there changes. It takes little memory, so those of whole passes can be kept.
-    ``is_active``: a gradient goes through the tensor to the batch.
+    The pass had ``n`` samples. ``is_active``: a gradient goes through the tensor to the batch.
     """
 
+    n: int
     shape: torch.Size
     along: tuple[Tensor, ...]
     is_active: bool = False
 
     @classmethod
-    def of(cls, t: Any, is_active: bool = False) -> "Print":
+    def of(cls, t: Any, n: int, is_active: bool = False) -> "Print":
         """The fingerprint of ``t``, in its own precision where it has floating-point numbers."""
         if is_dtensor(t):  # a vocabulary in parts can be added up only once
             partial = any(placement.is_partial() for placement in t.placements)
             t = t.to_local() if partial else t.full_tensor()
         if t.is_nested:
-            return cls(torch.Size(), (), is_active)
+            return cls(n, torch.Size(), (), is_active)
         shape, t = t.shape, t.detach().as_subclass(Tensor)
         if t.is_complex():
             t = torch.view_as_real(t).sum(-1)
@@ -171,7 +172,7 @@ class Print(NamedTuple):
         found = _along(t)
         if not all(bool(each.isfinite().all()) for each in found):  # as of a mask
             found = _along(t.nan_to_num(0.1, 1e4, -1e4))
-        return cls(shape, tuple(found), is_active)
+        return cls(n, shape, tuple(found), is_active)
 
     def differs(self, other: "Print", d: int) -> Tensor:
         """At which indices of dimension ``d`` two tensors differ by more than rounding."""
@@ -202,19 +203,18 @@ def weights_of(n: int, like: Tensor) -> Tensor:
     return k.mul(0.7391).sin_().to(like.dtype)
 
 
-def place_of(
-    base: Print, others: dict[int, Print], fewer: tuple[torch.Size, int] | None, n: int
-) -> Place | None:
-    """Where the n samples of a tensor lie. ``base`` is its print, ``others`` are those in passes in
-    which one sample was replaced, by the number of that sample, and ``fewer`` is its shape in a
-    pass of another number of samples. None if nothing in it changed.
+def place_of(base: Print, others: dict[int, Print], fewer: Print | None) -> Place | None:
+    """Where the samples of a tensor lie. ``base`` is its print, ``others`` are those in passes in
+    which one sample was replaced, by the number of that sample, and ``fewer`` is that of a pass of
+    another number of samples. None if nothing in it changed.
     """
+    n = base.n
     if any(other.shape != base.shape for other in others.values()):
         return UNKNOWN
     dims = range(len(base.shape))
     changed = {b: [base.differs(other, d) for d in dims] for b, other in others.items()}
     if not any(bool(c.any()) for each in changed.values() for c in each):
-        found = grown(base.shape, fewer, n)
+        found = grown(base, fewer)
         if found is not None and _is_interleaved(base.along[found.dim], n):
             found = found._replace(interleaved=True)
         return found
@@ -245,20 +245,20 @@ def _is_interleaved(number_N: Tensor, n: int) -> bool:
     return is_same(number_N.view(-1, n).t()) and not is_same(number_N.view(n, -1))
 
 
-def grown(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> Layout | None:
+def grown(base: Print, fewer: Print | None) -> Layout | None:
     """The one dimension whose size is in proportion to the number of samples. Others may be as long
     as the longest sample.
     """
-    dims = growing(shape, fewer, n)
-    return Layout.of(shape, n, dims[0]) if len(dims) == 1 else None
+    dims = growing(base, fewer)
+    return Layout.of(base.shape, base.n, dims[0]) if len(dims) == 1 else None
 
 
-def growing(shape: torch.Size, fewer: tuple[torch.Size, int] | None, n: int) -> list[int]:
+def growing(base: Print, fewer: Print | None) -> list[int]:
     """The dimensions whose sizes are in proportion to the number of samples."""
-    if fewer is None or len(fewer[0]) != len(shape):
+    if fewer is None or len(fewer.shape) != len(base.shape):
         return []
-    sizes = enumerate(zip(shape, fewer[0]))
-    return [d for d, (a, b) in sizes if a != b and a * fewer[1] == b * n]
+    sizes = enumerate(zip(base.shape, fewer.shape))
+    return [d for d, (a, b) in sizes if a != b and a * fewer.n == b * base.n]
 
 
 class Owners(NamedTuple):

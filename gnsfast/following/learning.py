@@ -169,7 +169,7 @@ def _looks(trial: Trial) -> Looks:
         found.begin(own)
         with structure.as_it_was(), with_graphs(), found:
             out = trial.run(*own.args, **own.kwargs)
-        found.results = [Print.of(whole(t)) for t in tensors_of(out)]
+        found.results = [Print.of(whole(t), own.n) for t in tensors_of(out)]
         return found
 
     def few() -> Look | None:
@@ -179,14 +179,14 @@ def _looks(trial: Trial) -> Looks:
         return None
 
     base, fewer = look(example.replaced(-1)), few()
-    while structure.on_any(bool(more := _growing(base, fewer, example.n) - growing)):
+    while structure.on_any(bool(more := _growing(base, fewer) - growing)):
         growing |= more
         base, fewer = look(example.replaced(-1)), few()
     others = {b: look(example.replaced(b)) for b in range(example.n)}
     return Looks(base, others, fewer)
 
 
-def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
+def _growing(base: Look, fewer: Look | None) -> set[tuple[Leaf, int]]:
     """For each leaf its first call without data whose result is as large as the batch: it has a
     part for each sample, such as rows of a table at positions that are repeated for each.
     """
@@ -194,12 +194,11 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
     for leaf, calls in base.seen.items():
         for k, call in enumerate(calls):
             small = _nth(fewer, leaf, k, call)
-            if fewer is None or small is None:
+            if small is None:
                 break
             if call.of_data:
                 continue
-            sizes = ((b.shape, fewer.samples) for b in small.results)
-            if any(grown(a.shape, own, n) for a, own in zip(call.results, sizes)):
+            if any(map(grown, call.results, small.results)):
                 found.add((leaf, k))
                 break
     return found
@@ -212,12 +211,11 @@ def _results(looks: Looks, n: int) -> list[Place]:
     found: list[Place] = []
     for k, t in enumerate(looks.base.results):
         others = {b: o.results[k] for b, o in looks.others.items() if len(o.results) > k}
-        small = looks.fewer and looks.fewer.results[k : k + 1]
-        fewer = (small[0].shape, looks.fewer.samples) if looks.fewer and small else None
-        place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
+        fewer = looks.fewer.results[k] if looks.fewer and len(looks.fewer.results) > k else None
+        place = place_of(t, others, fewer) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
-            place = grown(t.shape, fewer, n)
-        if len(growing(t.shape, fewer, n)) > 1:
+            place = grown(t, fewer)
+        if len(growing(t, fewer)) > 1:
             place = None
         found.append(SHARED if place is None else place)
     return found
@@ -243,8 +241,7 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
                 continue
             others = {b: own for b, o in looks.others.items() if (own := _nth(o, leaf, k, call))}
             fewer = _nth(looks.fewer, leaf, k, call) if call.of_data else None
-            m = looks.fewer.samples if looks.fewer else 0
-            step = _step(call, others, fewer, n, m)  # a branch may be that of some samples
+            step = _step(call, others, fewer)  # a branch may be that of some samples
             if UNKNOWN in (*step.arguments, *step.results):
                 step = step._replace(chosen=chosen.get((leaf, call.name), NO_ROWS))
             found.setdefault(leaf, []).append(step)
@@ -260,22 +257,21 @@ def _nth(look: Look | None, leaf: Leaf, k: int, like: Seen) -> Seen | None:
     return own if is_like else None
 
 
-def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int, m: int) -> Step:
-    """A step, from what was seen of it in all passes, of n samples and of m ``fewer``."""
+def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None) -> Step:
+    """A step, from what was seen of it in all passes."""
     places: list[Place | None] = []
     for k, t in enumerate(call.tensors):
         same = {b: own for b, o in others.items() if (own := _at(o, k)) is not None}
-        small = fewer and _at(fewer, k)
         if t is None:
             places.append(None)
         elif call.is_ragged or not others or len(same) < len(others):
             places.append(UNKNOWN)
         else:
-            places.append(place_of(t, same, small and (small.shape, m), n) or SHARED)
+            places.append(place_of(t, same, fewer and _at(fewer, k)) or SHARED)
     first = next((p for p in places if isinstance(p, Layout)), FIRST)
     for k, t in enumerate(call.tensors):
         if t is not None and t.is_active and places[k] == SHARED:
-            places[k] = _as_others(first, t.shape, n)
+            places[k] = _as_others(first, t.shape, t.n)
     made = len(call.results)
     results = tuple(p for p in places[:made] if p is not None)
     return Step(call.name, tuple(places[made:]), results)

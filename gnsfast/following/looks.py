@@ -154,10 +154,10 @@ class Look(TorchFunctionMode):
                 [
                     None
                     if isinstance(mark, Leaf) or not isinstance(t, Tensor)
-                    else Print.of(t, isinstance(mark, Mark) and _is_active(t))
+                    else Print.of(t, self.samples, isinstance(mark, Mark) and _is_active(t))
                     for t, mark in zip(arguments, marks)
                 ],
-                [Print.of(t, of_data and _is_active(t)) for t in results],
+                [Print.of(t, self.samples, of_data and _is_active(t)) for t in results],
                 of_data,
                 torch.is_grad_enabled(),
                 owners,
