@@ -225,12 +225,9 @@ class Batches:
                 for leaf in leaves:
                     leaf.rows = samples
         alone = samples < 2 and documents is None
-        if module in self._looked or (alone and not self._groups):
+        if module in self._looked or not leaves or (alone and not self._groups):
             if self._is_blind and not alone:
                 raise ObservationError(BLIND)
-            return
-        if not leaves:
-            self._looked.update(module.modules())
             return
         structure.given = args, kwargs
         begun = time.perf_counter()
@@ -248,7 +245,7 @@ class Batches:
         else:  # the next batch may show more
             self._join(found)
             return
-        if is_part and why and not alone:
+        if is_part and not (is_own or alone):
             found = found._replace(wrong=dict.fromkeys((leaf.name for leaf in leaves), why))
         self._see(module)
         for leaf in leaves:
@@ -262,21 +259,21 @@ class Batches:
     def _ways(
         self, module: nn.Module, args: Any, kwargs: Any, samples: int
     ) -> tuple[list[Example], str]:
-        """The batch in each way in which it may hold its samples, or why nothing shows where they
-        are. Of several rows that a part gets nothing says whether they belong to one.
+        """The batch in each way in which it may hold its samples, and what it means if there is
+        none. Of several rows that a part gets nothing says whether they belong to one.
         """
-        documents = self._passes.asked.documents
+        documents, is_part = self._passes.asked.documents, module is not self._structure.model
         if documents is not None:
             example = Example.of_documents(args, kwargs, samples, documents)
-            return [example] if example else [], "" if example else ROWS_ARE_NO_SAMPLES
-        is_part, name = module is not self._structure.model, type(module).__name__
-        shapes = [t.shape for t in tensors_of((args, kwargs))]
-        if samples < 2 or (is_part and not any(samples in shape[:2] for shape in shapes)):
-            return [], f"no argument of {name} has {samples} samples"
+            return [] if example is None else [example], ROWS_ARE_NO_SAMPLES
+        name, given = type(module).__name__, tensors_of((args, kwargs))
+        why = f"no argument of {name} has {samples} samples"
+        if samples < 2 or (is_part and not any(samples in t.shape[:2] for t in given)):
+            return [], why
         ways = Example.all_of(args, kwargs, samples, dims=MOST if is_part else 2)
         if is_part and ways and (ways[0].is_unclear or (self._groups and len(ways) > 1)):
             return [], f"{name} {UNCLEAR}"
-        return ways, "" if ways else f"no argument of {name} has {samples} samples"
+        return ways, why
 
     def _see(self, module: nn.Module) -> None:
         """Note that a module is learnt, with all that it calls."""

@@ -2,6 +2,7 @@
 """A few samples of a batch, as the arguments of a model."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -164,7 +165,7 @@ class Example(NamedTuple):
             layout = next(layouts)
             if isinstance(t, Listed):
                 return Listed(map_tensors(_copy, [t[b] for b in chosen]))
-            return _copy(t) if layout is None else _copy(t, _picked(t, layout, chosen, self.n))
+            return _copy(t, layout, chosen, self.n)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs), KINDS)
         return self._replace(args=args, kwargs=kwargs, n=len(chosen))
@@ -187,9 +188,17 @@ def lists_of(tree: Any, B: int) -> list[Any]:
     return [*filter(is_listed, pytree.tree_leaves(tree, is_leaf=is_listed))]
 
 
-def _copy(t: Tensor, own: Tensor | None = None) -> Tensor:
-    """A copy of a tensor, or its ``own`` part, which gets a gradient if it does."""
-    own = t.detach().clone() if own is None else own
+def _copy(
+    t: Tensor, layout: Layout | None = None, samples: Sequence[int] = (), n: int = 0
+) -> Tensor:
+    """A copy of a tensor, which may be a DTensor, or some of its n ``samples`` if a ``layout`` says
+    where they lie. It gets a gradient if the tensor does.
+    """
+    own = t.detach()
+    if layout is None or samples == [*range(n)]:  # whose parts take long to cut where they are many
+        return own.clone().requires_grad_(t.requires_grad)
+    parts, d = [layout.of_sample(own, b, n) for b in samples], layout.dim
+    own = torch.stack(parts, d + 1).flatten(d, d + 1) if layout.interleaved else torch.cat(parts, d)
     return own.requires_grad_(t.requires_grad)
 
 
@@ -228,14 +237,3 @@ def _is_of_tokens(t: Tensor, B: int) -> bool:
         return bool((t.diff() == 1).all())
     triangles = (t.tril(), t.triu()) if t.shape == (B, B) and _is_mask(t) else ()
     return any(torch.equal(t, own) for own in triangles)
-
-
-def _picked(t: Tensor, layout: Layout, samples: list[int], n: int) -> Tensor:
-    """Some of the n samples of a tensor, which may be a DTensor."""
-    t, d = t.detach(), layout.dim
-    if samples == [*range(n)]:  # whose parts take long to cut where they are many
-        return t.clone()
-    parts = [layout.of_sample(t, b, n) for b in samples]
-    return (
-        torch.stack(parts, d + 1).flatten(d, d + 1) if layout.interleaved else torch.cat(parts, d)
-    )
