@@ -148,7 +148,7 @@ def _compared(trial: Trial, how: str) -> Proof:
     zero = torch.zeros(B, device="cpu")
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
     rtol = 5e-2 if trial.learned.is_half else 1e-3
-    judged = judge(leaves, found, truth, rtol, by_loss=how == LOSS)
+    judged = judge(found, truth, rtol, by_loss=how == LOSS) if found else Proof()
     if how == LOSS and judged.wrong:
         return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
@@ -314,47 +314,40 @@ def _sqnorm(g: Tensor) -> float:
 
 
 def judge(
-    leaves: list[Leaf],
-    norms: dict[Leaf, Tensor],
-    truth: list[dict[Leaf, float]],
-    rtol: float,
-    by_loss: bool = False,
+    norms: dict[Leaf, Tensor], truth: list[dict[Leaf, float]], rtol: float, by_loss: bool = False
 ) -> Proof:
     """The parameters whose ``norms`` differ from those of single samples by more than ``rtol``, and
-    of all ``leaves`` those without a gradient: what is behind them was not seen. ``truth`` is of
-    the first samples; the loss has no part of the others, which have no gradient. ``by_loss``: the
-    loss is the model's own, in which each sample may have another weight than alone.
+    those without a gradient: what is behind them was not seen. ``truth`` is of the first K samples;
+    the loss has no part of the others, which have no gradient. ``by_loss``: the loss is the model's
+    own, in which each sample may have another weight than alone: a number for all parameters.
     """
-    if not all(math.isfinite(float(own[: len(truth)].sum())) for own in norms.values()):
+    own_PB = torch.stack([own.double().cpu() for own in norms.values()])
+    own_PK = own_PB[:, [k % own_PB.shape[1] for k in range(len(truth))]]
+    if not bool(own_PK.isfinite().all()):
         return Proof("the gradients of its samples are not finite")
+    real_PK = own_PB.new_tensor([[each[leaf] for each in truth] for leaf in norms])
     if by_loss:
-        truth = [_scaled(k, own, norms) for k, own in enumerate(truth)]
-    totals = [sum(each.values()) for each in truth]
-    wrong: dict[str, str] = {}
-    unproven = set()
-    for leaf in leaves:
-        eps = torch.finfo(leaf.current.dtype).eps
-        real = [each[leaf] for each in truth]
-        noise = [32 * eps * total**0.5 + LEAST for total in totals]
-        if not any(r**0.5 > small for r, small in zip(real, noise)):
-            unproven.add(leaf.name)
-        if leaf not in norms:
-            continue
-        own = norms[leaf].tolist()
-        for k, (r, small) in enumerate(zip(real, noise)):
-            o = own[k % len(own)]
-            # Rounding adds an error to the gradient, not to its square.
-            if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:
-                wrong[leaf.name] = (
-                    f"its norm for a sample is {o:.6g}, and {r:.6g} for the "
+        real_PK *= (own_PK.sum(0) / real_PK.sum(0)).nan_to_num(1.0, 1.0)
+    # Rounding adds an error to the gradient, not to its square.
+    eps_P1 = own_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
+    noise_PK = 32 * eps_P1 * real_PK.sum(0).sqrt() + LEAST
+    is_right_PK = (own_PK.sqrt() - real_PK.sqrt()).abs() <= rtol * real_PK.sqrt() + noise_PK
+    wrong = {}
+    for p, leaf in enumerate(norms):
+        if not bool(is_right_PK[p].all()):
+            k = is_right_PK[p].tolist().index(False)
+            wrong[leaf.name] = (
+                UNSEEN
+                if not bool(own_PB[p].any())
+                else (
+                    f"its norm for a sample is {own_PK[p, k]:.6g}, and {real_PK[p, k]:.6g} for the "
                     "same sample alone: samples meet in the model, or were not told apart"
                 )
-                if not any(own):
-                    wrong[leaf.name] = UNSEEN
-                break
+            )
     for name in () if by_loss else _mixed(norms, slice(len(truth), None)):
         wrong.setdefault(name, MIXED)
-    return Proof("", wrong, frozenset(unproven))
+    is_none_P = (real_PK.sqrt() <= noise_PK).all(1).tolist()
+    return Proof("", wrong, frozenset(leaf.name for leaf, none in zip(norms, is_none_P) if none))
 
 
 def _mixed(norms: dict[Leaf, Tensor], others: Any) -> list[str]:
@@ -364,13 +357,6 @@ def _mixed(norms: dict[Leaf, Tensor], others: Any) -> list[str]:
         for leaf, own in norms.items()
         if float(own[others].sum()) > 1e-12 * float(own.sum())
     ]
-
-
-def _scaled(k: int, truth: dict[Leaf, float], norms: dict[Leaf, Tensor]) -> dict[Leaf, float]:
-    """The squared norms of sample ``k``, times one number, so that they sum to those measured."""
-    real = sum(truth[leaf] for leaf in norms)
-    own = sum(float(rows[k % len(rows)]) for rows in norms.values())
-    return {leaf: r * (own / real if real else 1.0) for leaf, r in truth.items()}
 
 
 JOINED = (
