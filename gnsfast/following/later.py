@@ -23,29 +23,24 @@ class Later:
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
-        self._structure, self._passes = structure, passes
+        self._structure, self._passes, self._growth = structure, passes, structure.growth
         self.wrong: dict[str, str] = {}
         self.count = 0
         self._late: set[str] = set()  # what the last block gave its first gradient
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
-        self._first: list[int] = []
-        self._now: list[int] = []
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
-        self._first, self.count = self._sizes(given), 1
-        self._proven = {self._kind(self._first)}
-        self.see(given)
+        self._growth.sizes = [(size, size) for size in self._sizes(given)]
+        self.count, self._proven = 1, {self._kind}
 
     def see(self, given: list[Tensor]) -> None:
         """Note how much longer than in the first batch the samples of this batch are."""
-        sizes = self._sizes(given)
-        if sizes == self._now or len(sizes) != len(self._first):
-            return
-        self._now = sizes
-        self._structure.growth.sizes = [*zip(sizes, self._first)]
+        sizes, before = self._sizes(given), self._growth.sizes
+        if len(sizes) == len(before):
+            self._growth.sizes = [(now, first) for now, (_, first) in zip(sizes, before)]
 
     def end(self, proof: Proof) -> None:
         """Note which parameters the pass of a block, whose rows are not kept, gave a gradient that
@@ -61,12 +56,12 @@ class Later:
     def is_new(self, proof: Proof) -> bool:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
         self.count += 1
-        kind, late = self._kind(self._now), self._late & proof.unproven
-        grown = {k for k, (new, old) in enumerate(zip(self._now, self._first)) if new != old}
-        is_first = not grown <= self._grown
-        is_other = kind not in self._proven and (len(self._proven) <= SEVERAL or is_first)
+        late = self._late & proof.unproven
+        grown = {k for k, (now, first) in enumerate(self._growth.sizes) if now != first}
+        is_first = len(self._proven) <= SEVERAL or not grown <= self._grown
+        is_other = self._kind not in self._proven and is_first
         if is_other:
-            self._proven.add(kind)
+            self._proven.add(self._kind)
             self._grown |= grown
         self._reached |= late
         self._late = set()
@@ -74,7 +69,7 @@ class Later:
 
     def prove(self, trial: Trial) -> Proof:
         """The proof of this batch, which shows too how the rows of its samples grow."""
-        growth, names = self._structure.growth, {leaf.name for leaf in self._structure.covered}
+        growth, names = self._growth, {leaf.name for leaf in self._structure.covered}
         tried: dict[str, set[tuple[int, int]]]
         growth.tried = tried = {}
         try:
@@ -110,8 +105,10 @@ class Later:
         samples = self._passes.asked.samples
         return [t.numel() // samples for t in given if samples and samples in t.shape[:2]]
 
-    def _kind(self, sizes: list[int]) -> tuple[Any, ...]:
-        """What tells a batch from those that have proven it."""
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What tells this batch from those that have proven it."""
+        sizes = [now for now, _ in self._growth.sizes]
         return self._structure.model.training, self._passes.asked.samples, *sizes
 
 
