@@ -306,9 +306,8 @@ def _chosen(looks: Looks, n: int) -> dict[tuple[Leaf, str], frozenset[int]]:
             pairs = ((b, j) for b in range(n) for j in range(n))
             changed = [(b, j) for b, j in pairs if not _is_same(own[0][j], own[b + 1][j])]
             if all(b == j for b, j in changed):
-                found[leaf, name] = frozenset(
-                    call.owners.each for call in calls if call.name == name and call.owners
-                )
+                rows = (call.chosen for call in calls if call.name == name and call.chosen)
+                found[leaf, name] = frozenset(owners.each for owners, _ in rows)
                 changing |= {name} if changed else set()
     # Rows that are the same in all samples, as those of a first token, show nothing alone.
     return {(leaf, name): rows for (leaf, name), rows in found.items() if name in changing}
@@ -318,14 +317,15 @@ def _rows_of(look: Look, leaf: Leaf, name: str, n: int) -> list[Tensor] | None:
     """A number for each row of each sample that a function takes, in order; None where the sample
     of a row is not known.
     """
-    calls = [call for call in look.seen.get(leaf, []) if call.name == name]
-    if any(call.owners is None for call in calls):
+    calls = [call.chosen for call in look.seen.get(leaf, []) if call.name == name]
+    known = [chosen for chosen in calls if chosen is not None]
+    if len(known) < len(calls):
         return None
     if not calls:  # an expert that no sample was sent to
         return [torch.zeros(0, dtype=torch.float64)] * n
-    owners = torch.cat([call.owners.owner_N for call in calls if call.owners is not None])
-    rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
-    return [rows[owners == b].sort().values for b in range(n)]
+    owner_N = torch.cat([owners.owner_N for owners, _ in known])
+    number_N = torch.cat([own_N for _, own_N in known])
+    return [number_N[owner_N == b].sort().values for b in range(n)]
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

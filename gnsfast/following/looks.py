@@ -29,8 +29,8 @@ from gnsfast.tensors import tensors_of, writes
 class Seen(NamedTuple):
     """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch.
-    ``has_grad``: it was called in grad mode. ``owners`` are the samples of rows that an index has
-    chosen, and ``number_N`` says what is in each. ``is_ragged``: the data have chosen its rows.
+    ``has_grad``: it was called in grad mode. ``chosen`` are the samples of rows that an index has
+    chosen, with a number for what is in each. ``is_ragged``: the data have chosen its rows.
     """
 
     name: str
@@ -38,8 +38,7 @@ class Seen(NamedTuple):
     results: list[Print]
     of_data: bool
     has_grad: bool
-    owners: Owners | None
-    number_N: Tensor | None
+    chosen: tuple[Owners, Tensor] | None
     is_ragged: bool
 
     @property
@@ -143,9 +142,11 @@ class Look(TorchFunctionMode):
             elif each is not leaf:
                 self.made.setdefault(leaf, {})[each] = None
         x = next((t for t, mark in zip(arguments, marks) if isinstance(mark, Mark)), None)
-        owners = None
+        chosen = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
             owners = owners_of(x, leaf.samples)
+            x_ND = x.detach().double()
+            chosen = owners and (owners, x_ND @ weights_of(x_ND.shape[1], x_ND))
         tensors = (t for t in (*arguments, *results) if isinstance(t, Tensor))
         self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
         self.seen.setdefault(leaf, []).append(
@@ -160,8 +161,7 @@ class Look(TorchFunctionMode):
                 [Print.of(t, self.samples, of_data and _is_active(t)) for t in results],
                 of_data,
                 torch.is_grad_enabled(),
-                owners,
-                None if owners is None or x is None else _number(x.detach()),
+                chosen,
                 any(mark in (RAGGED, SORTED) for mark in marks)
                 or any(t.is_nested for t in results),
             )
@@ -199,9 +199,3 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(out, Tensor) and isinstance(mark := _mark_of(args[0]), Mark):
         _mark(out, mark)
     return out
-
-
-def _number(x_ND: Tensor) -> Tensor:
-    """A number for each row."""
-    x_ND = x_ND.double()
-    return x_ND @ weights_of(x_ND.shape[1], x_ND)
