@@ -5,13 +5,14 @@ A few samples go through the model as they are, and again with one of them repla
 changes with sample b belongs to sample b. No gradient is computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gnsfast.errors import first_line
 from gnsfast.following.checkpoints import with_graphs
 from gnsfast.following.examples import FEW, USUAL, Arrangement, Example
 from gnsfast.following.layouts import (
@@ -27,7 +28,7 @@ from gnsfast.following.layouts import (
 )
 from gnsfast.following.leaf import NO_ROWS, Leaf, Step
 from gnsfast.following.looks import Look, Seen
-from gnsfast.following.passes import Asked, Passes
+from gnsfast.following.passes import Asked, Passes, Weighted, fill_probes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
 from gnsfast.kept import kept_modes
@@ -116,9 +117,14 @@ class Trial(NamedTuple):
             self.passes.begin(Asked(own.n, documents=documents), self.leaves)
             yield [*map(whole, tensors_of(self.run(*own.args, **own.kwargs)))]
 
-    @property
-    def norms(self) -> dict[Leaf, Tensor]:
-        """The norms of all samples in the loss of which the probes of the pass are filled."""
+    def norms(self, parts: Sequence[Weighted]) -> dict[Leaf, Tensor] | str:
+        """The norms of all samples in the loss of ``parts`` of an open pass, or the error of its
+        backward pass.
+        """
+        try:
+            fill_probes(parts, self.leaves)
+        except Exception as error:  # the model's own, as of an autograd function
+            return first_line(error)
         rows = self.passes.rows(self.leaves)
         return {leaf: own[0, : self.batch.n] for leaf, own in rows.items()}
 

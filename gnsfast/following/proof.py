@@ -19,7 +19,7 @@ from gnsfast.following.examples import Example
 from gnsfast.following.layouts import FIRST, SHARED, Layout
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Trial
-from gnsfast.following.passes import Weighted, fill_probes, gradients
+from gnsfast.following.passes import Weighted, gradients
 from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import parameter_groups, shared
@@ -132,12 +132,10 @@ def _compared(trial: Trial, how: str) -> Proof:
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results)
             if structure.on_any(not weighed):
                 return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), trial.failed)
-        try:
-            fill_probes([(results[w.number], w.weights) for w in weighed], leaves)
-        except Exception as error:  # the model's own, as of an autograd function
-            return Proof(first_line(error), trial.failed)
-        norms = trial.norms
+        norms = trial.norms([(results[w.number], w.weights) for w in weighed])
     failed = trial.failed
+    if isinstance(norms, str):
+        return Proof(norms, failed)
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
@@ -256,13 +254,9 @@ def _with_norms(trial: Trial, parts: list[Weighted], others: Any) -> list[str]:
     """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
     sum of ``parts`` of other samples; none whose norms would be wrong for another reason.
     """
-    if trial.structure.on_any(not parts):
-        return []
-    try:
-        fill_probes(parts, trial.leaves)
-    except Exception:  # the model's own, as of an autograd function
-        return []
-    return [name for name in _mixed(trial.norms, others) if name not in trial.failed]
+    norms = "" if trial.structure.on_any(not parts) else trial.norms(parts)
+    names = [] if isinstance(norms, str) else _mixed(norms, others)
+    return [name for name in names if name not in trial.failed]
 
 
 def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Leaf, float]] | str":
