@@ -312,7 +312,7 @@ class Batches:
             self._block.is_shown_again = True
             unseen = [leaf for leaf in structure.covered if leaf.is_learned and leaf.is_unseen]
             if unseen:
-                learn(trial._replace(leaves=unseen)).tell(unseen, is_part=False)
+                learn(trial).tell(unseen, is_part=False)
             proof = self._later.prove(trial)
         self.proof = self.proof.later(proof)
 
@@ -368,9 +368,7 @@ class Batches:
         else:
             return error
         if groups:
-            _, learned = shared(
-                (is_own, learned), lambda a, b: b if b[0] and not a[0] else a, groups
-            )
+            _, learned = shared((is_own, learned), _first_own, groups)
         else:
             learned = learned.joined(learn_skipped(trial._replace(learned=learned)))
         learned.tell(trial.leaves, trial.is_part)
@@ -441,6 +439,7 @@ BLIND = (
 
 
 def _first_own(a: tuple[bool, Learned], b: tuple[bool, Learned]) -> tuple[bool, Learned]:
+    """What the first of two processes has learnt that has samples of its own."""
     return a if a[0] or not b[0] else b
 
 
