@@ -79,14 +79,12 @@ def prove(trial: Trial) -> Proof:
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
     found = _compared(trial, ALONE)
-    drew = structure.on_any(found.reason == DRAWS)
-    if drew:
+    if drew := found.reason == DRAWS:  # on all processes
         own = _compared(trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
             trial.module.eval()
             alone = _with_loss(trial, _compared(trial, ALONE))
-        wrong = found.wrong | own.wrong | alone.wrong
-        found = own._replace(wrong=wrong, of_loss=alone.of_loss)
+        found = own._replace(wrong=own.wrong | alone.wrong, of_loss=alone.of_loss)
     else:
         found = _with_loss(trial, found)
     own_sets, is_small = telling_apart(trial.batch.n), trial.batch.n <= trial.example.n
