@@ -234,7 +234,9 @@ class Batches:
         if not is_part and documents is None:
             self._later.begin(tensors_of((args, kwargs)))
         ways, why = self._ways(module, args, kwargs, samples)
-        is_own, found = bool(ways), Proof(why)
+        is_own = bool(ways)
+        lost = leaves if is_part and not (is_own or alone) else []
+        found = Proof("" if lost else why)
         if self._groups:  # a process without samples runs the passes of the others
             batch = Example.of(args, kwargs, samples) or Example.without_samples(args, kwargs)
             ways = ways[:1] or [batch]
@@ -245,8 +247,7 @@ class Batches:
         else:  # the next batch may show more
             self._join(found)
             return
-        if is_part and not (is_own or alone):
-            found = found._replace(wrong=dict.fromkeys((leaf.name for leaf in leaves), why))
+        found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in lost})
         self._see(module)
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
