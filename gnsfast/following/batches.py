@@ -238,10 +238,11 @@ class Batches:
         lost = leaves if is_part and not (is_own or alone) else []
         found = Proof("" if lost else why)
         if self._groups:  # a process without samples runs the passes of the others
-            batch = Example.of(args, kwargs, samples) or Example.without_samples(args, kwargs)
-            ways = ways[:1] or [batch]
+            some = Example.of(args, kwargs, samples) or Example.without_samples(args, kwargs)
+            ways = ways[:1] or [some]
         if structure.on_any(is_own):
-            found = self._learned_from(module, leaves, ways, is_own)
+            trials = [self._trial(module, leaves, batch) for batch in ways]
+            found = self._learned_from(trials, is_own)
         elif documents is None or self._groups:
             self._is_blind = alone
         else:  # the next batch may show more
@@ -323,25 +324,22 @@ class Batches:
         called = module if run is None or is_part else run
         return Trial(self._structure, self._passes, module, called, leaves, batch, batch)
 
-    def _learned_from(
-        self, module: nn.Module, leaves: list[Leaf], ways: list[Example], is_own: bool
-    ) -> Proof:
+    def _learned_from(self, trials: list[Trial], is_own: bool) -> Proof:
         """Learn from the first way to hold its samples that the model takes. Where another one is
         proven as well, which of them is right cannot be seen. Processes that shard the parameters
         take over what the first of them has learnt whose example has samples of its own
         (``is_own``).
         """
         found: list[tuple[Arrangement, Proof]] = []
-        is_part = module is not self._structure.model
+        leaves, is_part = trials[0].leaves, trials[0].is_part
         known = [(leaf, leaf.steps, leaf.routes) for leaf in leaves]
         with self._looking(leaves):
-            for batch in ways[::-1]:  # what the last one shows stays
+            for trial in trials[::-1]:  # what the last one shows stays
                 for leaf, steps, routes in known if found and is_part else ():
                     leaf.learn([*steps], routes)
-                trial = self._trial(module, leaves, batch)
-                tried = self._learned_from_one(trial, batch is ways[0], is_own)
+                tried = self._learned_from_one(trial, trial is trials[0], is_own)
                 if isinstance(tried, Proof):
-                    found.append((batch.arrangement, tried))
+                    found.append((trial.batch.arrangement, tried))
         if not found:
             return Proof(f"the model does not take some of the samples of its batch ({tried})")
         *others, (usual, proof) = found
@@ -414,7 +412,7 @@ class Batches:
             batch = Example.without_samples(args, kwargs, samples)
             trial = self._trial(structure.model, leaves, batch)._replace(learned=learned)
             with self._looking(leaves):
-                refuse_mixed_documents(trial, documents, leaves[0].rows)
+                refuse_mixed_documents(trial, documents)
         self._is_apart = True
 
 

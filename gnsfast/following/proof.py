@@ -200,28 +200,31 @@ def _loss(results: Sequence[Tensor]) -> list[Weighed]:
     return [] if number is None else [Weighed(number, None, torch.ones_like(results[number]))]
 
 
-def meeting(trial: Trial, samples: Sequence[int]) -> dict[str, str]:
+def meeting(
+    trial: Trial, samples: Sequence[int], documents: Documents | None = None
+) -> dict[str, str]:
     """The parameters of which other samples have a norm in a loss of some ``samples`` alone, with
-    the reason.
+    the reason. Samples may be packed ``documents``.
     """
     others = [b for b in range(trial.batch.n) if b not in samples]
-    with trial.measured() as results:
-        weighed = _weighed(trial, results, samples)
-        parts = [(results[w.number], w.weights) for w in weighed]
-        return dict.fromkeys(_with_norms(trial, parts, others), MIXED)
+    with trial.measured(documents) as results:
+        if documents is None:
+            weighed = _weighed(trial, results, samples)
+            parts = [(results[w.number], w.weights) for w in weighed]
+        else:
+            parts = _of_documents(trial, results, documents, samples)
+        norms = "" if trial.structure.on_any(not parts) else trial.norms(parts)
+        names = [] if isinstance(norms, str) else _mixed(norms, others)
+        return {name: MIXED for name in names if name not in trial.failed}
 
 
-def refuse_mixed_documents(trial: Trial, documents: Documents, rows: int) -> None:
-    """Raise if the documents that are packed into ``rows`` of a batch attend to each other: a loss
-    of every second document must give the others no gradient.
+def refuse_mixed_documents(trial: Trial, documents: Documents) -> None:
+    """Raise if packed documents attend to each other: a loss of every second document must give the
+    others no gradient.
     """
+    lost = {leaf.name for leaf in trial.leaves if leaf.left_out}
     for k in (0, 1):
-        with trial.measured(documents) as results:
-            placed = zip_longest(results, trial.learned.results, fillvalue=FIRST)
-            own = [_rows_of_documents(t, place, documents, rows, k) for t, place in placed]
-            parts = [(t, torch.randn_like(t)) for t in own if t is not None]
-            found = _with_norms(trial, parts, slice(1 - k, None, 2))
-        lost = {leaf.name for leaf in trial.leaves if leaf.left_out}
+        found = meeting(trial, range(k, trial.batch.n, 2), documents)
         for name in (name for name in found if name not in lost):
             raise ObservationError(
                 f"{type(trial.module).__name__}: the packed documents attend to each other, as the "
@@ -231,30 +234,23 @@ def refuse_mixed_documents(trial: Trial, documents: Documents, rows: int) -> Non
             )
 
 
-def _rows_of_documents(
-    t: Any, place: Any, documents: Documents, rows: int, k: int
-) -> Tensor | None:
-    """The rows of every second document in a result, from number ``k`` on; None if it does not hold
-    the tokens.
+def _of_documents(
+    trial: Trial, results: list[Tensor], documents: Documents, chosen: Sequence[int]
+) -> list[Weighted]:
+    """The rows of the ``chosen`` documents in the results that hold the tokens, with random
+    weights.
     """
-    if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
-        return None
-    if rows > 1 and place.fits(t.shape, rows):
-        t = place.samples_first(t, rows)
-    if all(t.shape[:d].numel() != documents.tokens for d in range(1, t.ndim + 1)):
-        return None
-    document_N = documents_of_rows(documents.starts.to(t.device), documents.tokens)
-    own: Tensor = t.reshape(documents.tokens, -1)[document_N % 2 == k]
-    return own
-
-
-def _with_norms(trial: Trial, parts: list[Weighted], others: Any) -> list[str]:
-    """The parameters of which ``others`` have a norm in the open pass, whose loss is the weighted
-    sum of ``parts`` of other samples; none whose norms would be wrong for another reason.
-    """
-    norms = "" if trial.structure.on_any(not parts) else trial.norms(parts)
-    names = [] if isinstance(norms, str) else _mixed(norms, others)
-    return [name for name in names if name not in trial.failed]
+    found, rows, N = [], trial.leaves[0].rows, documents.tokens
+    for t, place in zip_longest(results, trial.learned.results, fillvalue=FIRST):
+        if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
+            continue
+        if rows > 1 and place.fits(t.shape, rows):
+            t = place.samples_first(t, rows)
+        if any(t.shape[:d].numel() == N for d in range(1, t.ndim + 1)):
+            document_N = documents_of_rows(documents.starts.to(t.device), N)
+            own = t.reshape(N, -1)[torch.isin(document_N, document_N.new_tensor([*chosen]))]
+            found.append((own, torch.randn_like(own)))
+    return found
 
 
 def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Leaf, float]] | str":
