@@ -114,10 +114,10 @@ class Example(NamedTuple):
         """
         given = tensors_of((self.args, self.kwargs), KINDS)
         held = [(t, own) for t, own in zip(given, self.layouts) if own is not None]
-        if any(isinstance(t, Listed) for t, _ in held):
-            return False
-        is_of_rows = all(t.ndim == 2 and t.is_floating_point() and own.dim == 1 for t, own in held)
-        return is_of_rows or any(_is_of_tokens(t, self.n) for t, _ in held)
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        if any(t.shape == (self.n,) and _is_of_tokens(t, self.n) for t in tensors):
+            return True
+        return all(_is_of_features(t) and own.dim == 1 for t, own in held)
 
     @classmethod
     def without_samples(cls, args: Any, kwargs: Any, n: int = 1) -> "Example":
@@ -218,6 +218,11 @@ def _layout_of(t: Tensor, at: int, B: int, apart: bool) -> Layout | None:
     if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2]:
         return Layout(0, apart, s[0] // B)
     return FIRST if at and s == (B,) else None
+
+
+def _is_of_features(t: Any) -> bool:
+    """Whether the last of two dimensions may be the features of rows."""
+    return isinstance(t, Tensor) and t.ndim == 2 and t.is_floating_point()
 
 
 def _is_square(t: Tensor, B: int) -> bool:
