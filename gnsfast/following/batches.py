@@ -390,7 +390,7 @@ class Batches:
         try:
             # A checkpoint around the model must not count what is saved here. (A result that is
             # saved as it is would hold its graph, which would hold it.)
-            own_hooks = torch.autograd.graph.saved_tensors_hooks(_detached, _same)
+            own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
             with _in_eager_mode(), own_hooks, not_reentrant(), _without_modes():
                 yield
         finally:
@@ -485,14 +485,6 @@ def _without_modes() -> AbstractContextManager[Any]:
     """
     has_modes = torch._C._len_torch_dispatch_stack()
     return _disable_current_modes() if has_modes else nullcontext()
-
-
-def _detached(t: Tensor) -> Tensor:
-    return t.detach()
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _holds(shape: torch.Size, samples: int) -> bool:

@@ -92,7 +92,7 @@ def prove(trial: Trial) -> Proof:
     for k in range(shared(number, max, structure.groups)):
         wrong = meeting(trial, own_sets[k % len(own_sets)])
         found = found._replace(wrong=found.wrong | wrong | trial.failed)
-    return found._replace(wrong=shared(found.wrong, _either, structure.groups))
+    return found._replace(wrong=shared(found.wrong, dict.__or__, structure.groups))
 
 
 def telling_apart(samples: int) -> list[list[int]]:
@@ -148,10 +148,6 @@ def _compared(trial: Trial, how: str) -> Proof:
     if how == LOSS and judged.wrong:
         return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
-
-
-def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
-    return b | a
 
 
 class Weighed(NamedTuple):
