@@ -160,21 +160,18 @@ class Weighed(NamedTuple):
     layout: Layout | None
     weights: Tensor
 
-    def of_sample(
-        self, results: Sequence[Tensor], b: int, B: int, at: int, n: int
-    ) -> Weighted | None:
-        """The part of sample number ``at`` of n with the weights of sample b of B; None if the
-        result does not hold such a part.
+    def of_sample(self, results: Sequence[Tensor], b: int, B: int, at: int, n: int) -> Weighted:
+        """The part of sample number ``at`` of n with the weights of sample b of B.
+
+        Raises:
+            ValueError: if the result does not hold such a part.
         """
-        t = results[self.number] if self.number < len(results) else None
-        if t is None:
-            return None
-        weights = self.weights
-        if self.layout is not None:
-            if not self.layout.fits(t.shape, n):
-                return None
+        t, weights = results[self.number], self.weights
+        if self.layout is not None and self.layout.fits(t.shape, n):
             t, weights = self.layout.of_sample(t, at, n), self.layout.of_sample(weights, b, B)
-        return (t, weights) if t.shape == weights.shape else None
+        if t.shape != weights.shape:
+            raise ValueError("its results then have another shape")
+        return t, weights
 
 
 def _weighed(trial: Trial, results: Sequence[Tensor], samples: Sequence[int]) -> list[Weighed]:
@@ -265,10 +262,7 @@ def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Lea
                 args, kwargs, more = _with_gradient(batch.part([b] * copies or range(n)))
                 results = [*map(whole, tensors_of(trial.run(*args, **kwargs)))]
                 parts = [w.of_sample(results, b, batch.n, at, n) for w in weighed]
-                some = [part for part in parts if part is not None]
-                if len(some) < len(parts):
-                    return "for a single sample its results have another shape"
-                grads = gradients(some, [*values, *more], keep=True)
+                grads = gradients(parts, [*values, *more], keep=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
