@@ -88,7 +88,9 @@ class Batches:
             parts.update(m for m in new if not isinstance(m, torch.jit.ScriptModule))
         for m in (caller, *(parts - {model, caller})):
             before = m.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True)
-            self._block.hooks += before, m.register_forward_hook(Hook(self._after))
+            self._block.hooks.append(before)
+            if m is caller or m in self._parts:
+                self._block.hooks.append(m.register_forward_hook(Hook(self._after)))
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the model, or a part that is not called by it, gets in a pass of the user."""
