@@ -77,13 +77,18 @@ def order_of(x: Any) -> list[int]:
     return sorted(range(len(lengths)), key=lambda k: -lengths[k])
 
 
-def over_batches(model: nn.Module, batches: list[Any], B: int) -> list[set[str]]:
+def over_batches(
+    model: nn.Module,
+    batches: list[Any],
+    B: int,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> list[set[str]]:
     """The parameters with norms in each batch of B samples, or if that is 0 of as many as it has,
     all of which are right. It ends at an error.
     """
     found = []
     for x in batches:
-        found.append(right_or_named(model, x, B or len(x)))
+        found.append(right_or_named(model, x, B or len(x), loss))
         if not found[-1]:
             break
     return found

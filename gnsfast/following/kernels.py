@@ -18,7 +18,8 @@ from gnsfast import functional
 from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
-from gnsfast.following.uses import Use, again, bare, begin, in_rows, trained
+from gnsfast.following.packed import reordered
+from gnsfast.following.uses import again, bare, begin, in_rows, trained
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -63,52 +64,25 @@ def _linear(
     if use is None:
         return NotImplemented
     leaf, layout, plan, probe = use
-    if isinstance(layout, Chosen):
-        return _of_chosen_rows(use, x, weight, bias)
-    moved = layout.dim if layout.dim > 1 or (layout.dim == 1 and x.ndim == 2) else 0
-    if moved and leaf.starts is None:
+    dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
+    moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
+    if moved:
         x, plan = x.movedim(moved, 0), plan._replace(batch_dim=0)
-    own = bare(weight), bare(bias), probe, plan, _links(weight)
-    if moved and leaf.starts is None:
+    in_order = isinstance(layout, Chosen) and plan.starts is not None
+    links = () if in_order else _links(weight)
+    own = bare(weight), bare(bias), probe, plan, links
+    if moved:
         return functional.linear(x, *own).movedim(0, moved).contiguous()
     return use.run(lambda x: functional.linear(x, *own), x)
 
 
 def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """A linear layer takes one row of each sample in any dimension, several in dimension 0, and
-    rows that the data have chosen.
-    """
-    if isinstance(layout, Chosen) or in_rows(x, layout, leaf):
+    """A linear layer takes one row of each sample in any dimension, several in dimension 0."""
+    if in_rows(x, layout, leaf):
         return True
+    if isinstance(layout, Chosen):
+        return False
     return 0 < layout.dim < x.ndim - 1 and x.shape[layout.dim] == leaf.samples
-
-
-def _of_chosen_rows(use: Use, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
-    """``F.linear`` for rows that the data have chosen: they are sorted by sample."""
-    assert isinstance(use.layout, Chosen)
-    owner_N = use.layout.owner_N
-    order_N = owner_N.argsort(stable=True)
-    ends_B = torch.bincount(owner_N, minlength=use.leaf.samples).cumsum(0)
-    plan = use.plan._replace(starts=torch.cat([ends_B.new_zeros(1), ends_B]))
-    y = functional.linear(_reordered(x, order_N), weight, bias, use.probe, plan)
-    return _reordered(y, order_N.argsort())
-
-
-class _Reordered(torch.autograd.Function):
-    """``x[order_N]`` for a permutation, which ``owners_of`` does not take for a choice of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return x[order_N]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (order_N,) = ctx.saved_tensors
-        return torch.empty_like(g).index_copy_(0, order_N, g), None
-
-
-_reordered: Callable[[Tensor, Tensor], Tensor] = _Reordered.apply
 
 
 def grouped_mm(
@@ -128,9 +102,9 @@ def grouped_mm(
     expert_N = torch.searchsorted(offs, rows_N, right=True)  # E stands for an expert elsewhere
     key_N, order_N = (expert_N * B + use.layout.owner_N).sort(stable=True)
     starts = torch.searchsorted(key_N, torch.arange(E * B + 1, device=key_N.device))
-    x = _reordered(mat_a, order_N)
+    x = reordered(mat_a, order_N)
     y = functional.grouped_linear(x, mat_b, None, starts, use.probe, transposed=True)
-    return _reordered(y, order_N.argsort())
+    return reordered(y, order_N.argsort())
 
 
 def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
@@ -407,8 +381,13 @@ def cross_entropy(
     if use is None:
         return NotImplemented
     own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
-    links = _links(weight)
-    return functional.linear_cross_entropy(x, bare(weight), labels, links=links, **own)
+    if not isinstance(use.layout, Chosen):
+        own["links"] = _links(weight)
+        return functional.linear_cross_entropy(x, bare(weight), labels, **own)
+    order_N = use.layout.order_N
+    x, labels = reordered(x, order_N), labels[order_N]
+    losses = functional.linear_cross_entropy(x, bare(weight), labels, **own)
+    return reordered(losses, order_N.argsort()) if losses.ndim else losses
 
 
 def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:
@@ -416,7 +395,9 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bo
     of documents to other uses of its weight. A ``shift`` of the labels is along their last
     dimension, which must not hold the samples.
     """
-    in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
+    if isinstance(layout, Chosen):
+        return not (shift or leaf.found.uses)
+    in_order = layout.dim == 0 and not layout.interleaved
     is_plain = leaf.starts is None or not (leaf.found.links or leaf.found.uses)
     needs_order = shift or leaf.starts is not None
     return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)

@@ -113,6 +113,16 @@ class Chosen(NamedTuple):
 
     owner_N: Tensor
 
+    @property
+    def order_N(self) -> Tensor:
+        """The order in which the rows of each sample lie one after the other."""
+        return self.owner_N.argsort(stable=True)
+
+    def starts(self, B: int) -> Tensor:
+        """[B + 1], where the rows of each sample begin in this order."""
+        ends_B = torch.bincount(self.owner_N, minlength=B).cumsum(0)
+        return torch.cat([ends_B.new_zeros(1), ends_B])
+
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's rows."""
         return t[self.owner_N == b]
@@ -301,7 +311,10 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
             k, index = next((k, i) for k, i in enumerate(indices) if i is not None)
             sizes, rows = fn._saved_self_sym_sizes, fn._saved_self_sym_sizes[k]
-            index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+            if index.dtype == torch.bool:
+                if B and rows % B:  # all its dimensions together hold the tokens of documents
+                    rows, index = index.numel(), index.flatten()
+                index = index.nonzero()[:, 0]
             chosen = index.ndim == 1 and index.dtype == torch.int64 and B and rows % B == 0
             if chosen and (len(index) == n if start is None else len(index) >= start + n):
                 first, before = start or 0, fn.next_functions[0][0]
@@ -325,11 +338,14 @@ MADE = "gnsfast: made of parameters"
 
 def _is_made(fn: Any) -> bool:
     """Whether a node's result holds elements of parameters, or of what is made of them: a piece,
-    such as the matrix of one expert of as many, or rows of a table at ids of the data.
+    such as the matrix of one expert of as many, or rows of a table at ids of the data. Of such rows
+    the data may choose some.
     """
-    while fn is not None and fn.name() in CHOICES:
+    choices = 0
+    while fn is not None and fn.name() in CHOICES and MADE not in fn.metadata:
+        choices += fn.name() not in VIEWS
         fn = fn.next_functions[0][0]
-    if fn is None:
+    if fn is None or choices > 1:
         return False
     return MADE in fn.metadata or isinstance(getattr(fn, "variable", None), nn.Parameter)
 

@@ -2,6 +2,7 @@
 """Documents that are packed into the rows of a batch: all rows are one list of tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,3 +93,33 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
             leaf.fail("the samples of its rows were not found when a checkpoint ran again")
         found = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     return found
+
+
+class _Reordered(torch.autograd.Function):
+    """``x[order_N]`` for a permutation, which ``owners_of`` does not take for a choice of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return x[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (order_N,) = ctx.saved_tensors
+        return torch.empty_like(g).index_copy_(0, order_N, g), None
+
+
+reordered: Callable[[Tensor, Tensor], Tensor] = _Reordered.apply
+
+
+def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen, B: int) -> Tensor:
+    """``kernel(x_NI)`` of rows that the data have chosen, which sees as many rows of each sample:
+    those that are missing are zeros.
+    """
+    order_N, starts = chosen.order_N, chosen.starts(B)
+    rows_N = torch.arange(len(x_NI), device=x_NI.device)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = rows_N - starts[chosen.owner_N[order_N]]
+    x_BTI = x_NI.new_zeros(B, int(starts.diff().max()), x_NI.shape[1])
+    y_BTO = kernel(x_BTI.index_put((chosen.owner_N, place_N), x_NI))
+    return y_BTO[chosen.owner_N, place_N]

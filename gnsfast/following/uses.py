@@ -219,8 +219,16 @@ class Use(NamedTuple):
     probe: Tensor
 
     def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``kernel(x)``, which sees packed documents in their order."""
-        if self.leaf.starts is None or not isinstance(self.layout, Layout):
+        """``kernel(x)``, which sees packed documents in their order, and rows that the data have
+        chosen by sample.
+        """
+        if isinstance(self.layout, Chosen):
+            if self.plan.starts is None:
+                return packed.run_padded(kernel, x, self.layout, self.leaf.samples)
+            order_N = self.layout.order_N
+            y = kernel(packed.reordered(x, order_N))
+            return packed.reordered(y, order_N.argsort())
+        if self.leaf.starts is None:
             return kernel(x)
         x, back = packed.in_order(x, self.layout, self.leaf)
         return back(kernel(x))
@@ -240,10 +248,12 @@ def in_first(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
 def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -> bool:
     """What a plan can say: samples in dimension 0, one row of each in dimension 1, or interleaved
     rows [N, features]. The last ``features`` dimensions hold no samples. Packed documents may lie
-    in any way.
+    in any way, and so may rows [N, features] that the data have chosen.
     """
-    if isinstance(layout, Chosen) or leaf.starts is not None:
-        return isinstance(layout, Layout)
+    if isinstance(layout, Chosen):
+        return features == 1
+    if leaf.starts is not None:
+        return True
     lead = x.ndim - features
     if layout.dim >= lead:
         return False
@@ -291,12 +301,26 @@ def begin(
         if not compiling():
             leaf.found.functions -= 1  # the next kind of function looks for the same step
         return None
+    in_order = isinstance(layout, Chosen) and (
+        leaf.starts is not None or not _is_padded(expressions)
+    )
     if not compiling():
         for expression in expressions:
-            expression.note_use(name)
+            expression.note_use("" if in_order else name)
     dim = layout if isinstance(layout, Layout) else FIRST
     plan = plan_for(expressions, values, dim, transposed, each)
+    if isinstance(layout, Chosen) and in_order:
+        plan = plan._replace(starts=layout.starts(leaf.samples))
     return Use(leaf, layout, plan, probe_of(expressions))
+
+
+def _is_padded(expressions: list[Expression]) -> bool:
+    """Whether rows that the data have chosen are padded to as many of each sample: links of ties
+    and sums over samples need that.
+    """
+    return any(
+        e.leaves[0].facts.second or (e.is_whole and e.leaves[0].is_tied) for e in expressions
+    )
 
 
 def _is_alone(expression: Expression) -> bool:

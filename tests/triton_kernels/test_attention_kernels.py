@@ -77,7 +77,8 @@ def test_blocks(T: int, S: int, D: int, options: dict[str, Any], gains: bool, de
 @pytest.mark.parametrize("cu", [None, [0, 4, 4, 9]], ids=["samples", "documents"])
 def test_large_sinks(cu: list[int] | None, device: str) -> None:
     """exp(100) is infinite, and a block has rows beyond the queries, whose weights are zero."""
-    inputs = draw(1 if cu else 2, 9, 9, 16, device, torch.float32)
+    given = draw(1 if cu else 2, 9, 9, 16, device, torch.float32)
+    inputs = [t.mul(4).round() / 4 for t in given]  # scores of 200 are exact, else 1e-5 off
     learned = [torch.full((H,), 100.0, device=device), None, None, None]
     starts = torch.tensor(cu, device=device) if cu else None
     pattern = (None, starts, True, 30.0, 0, 0)
