@@ -4,7 +4,7 @@
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -30,6 +30,10 @@ def kept_state(model: nn.Module) -> Iterator[None]:
     found = _Found()
     for t in model.buffers():
         found.add(t)
+    for p in model.parameters():  # such as a gradient that a function of the model adds to
+        for own in vars(p).values():
+            if isinstance(own, Tensor) and own.shape == p.shape:
+                found.add(own)
     for _, _, own in held:
         for value in own.values():
             found.add(value)
@@ -161,17 +165,32 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, state and training flags at the end. Inside, gradients are None."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    for p, _ in grads:
-        p.grad = None
+def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
+    """Restore gradients at the end. Inside they are None and no hook of a parameter runs, because a
+    function of the model may run a backward pass of its own.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [(p, p.grad) for p in parameters]
+        kinds = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p, _ in grads]
+    hooks = [(own, dict(own)) for own in chain(*kinds) if own]
     try:
-        with kept_state(model), kept_modes(model):
-            yield
+        for own, _ in hooks:
+            own.clear()  # torch holds these very objects
+        for p, _ in grads:
+            p.grad = None
+        yield
     finally:
         for p, grad in grads:
             p.grad = grad
+        for own, content in hooks:
+            own.update(content)
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Restore gradients, state and training flags at the end. Inside, gradients are None."""
+    with kept_grads(model.parameters()), kept_state(model), kept_modes(model):
+        yield
 
 
 class _Generator(NamedTuple):

@@ -17,7 +17,7 @@ from gnsfast.following.functions import chance_of
 from gnsfast.following.layouts import Growth
 from gnsfast.following.leaf import Leaf, Running
 from gnsfast.following.options import EXCLUDED, excluded_names
-from gnsfast.kept import held_by, kept_chance, kept_state
+from gnsfast.kept import held_by, kept_chance, kept_grads, kept_state
 from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
 
 
@@ -140,20 +140,18 @@ class Structure:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Restore the model's state and random state, and run no hook of a parameter meanwhile."""
-        hooked = [(p, p._backward_hooks) for p in self.parameters() if p._backward_hooks]
+        """Restore the model's state, its gradients and the random state, and run no hook of a
+        parameter meanwhile.
+        """
         cached = parametrize._cache
-        for p, _ in hooked:
-            p._backward_hooks = None
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
             chance = kept_chance(self.model, pytree.tree_leaves(self.given))
-            with kept_state(self.model), chance, torch.enable_grad():
+            own = kept_grads(self.parameters())
+            with own, kept_state(self.model), chance, torch.enable_grad():
                 yield
         finally:
             parametrize._cache = cached
-            for p, hooks in hooked:
-                p._backward_hooks = hooks
 
 
 _registrations = [0]

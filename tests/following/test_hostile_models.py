@@ -536,3 +536,80 @@ def test_similarities_of_samples_that_are_almost_the_same() -> None:
     model, x = Made(similar, a=linear()), 1 + 1e-9 * torch.randn(4, D)
     found = right_or_named(model, x, 4, lambda m, x: per_sample(m(x)[1]))
     assert found == {"a.weight", "a.bias"}
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """As Megatron-LM's and RevNet's: backward runs the block again, and a backward pass of it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, g)
+        return None, x.grad
+
+
+def test_a_checkpoint_with_a_backward_pass_of_its_own() -> None:
+    """No gradient of our passes is added to those of the user's, and no hook tells of one."""
+    parts = nn.ModuleDict({"first": linear(), "last": linear()})
+    parts["block"] = nn.Sequential(nn.LayerNorm(D), linear(), nn.Tanh())
+    plain = Made(lambda s, x: s.of["last"](s.of["block"](s.of["first"](x))), of=parts)
+    own = Made(
+        lambda s, x: s.of["last"](OwnCheckpoint.apply(s.of["block"], s.of["first"](x))), of=parts
+    )
+    arrived = Counter[str]()
+    for name, p in own.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.update([name]))
+    for k in range(9):
+        x = torch.randn(4 + k // 4, D)
+        found = []
+        for model in (plain, own):
+            arrived.clear()
+            with gnsfast.per_sample_sqnorms(model, len(x)) as norms:
+                per_sample(model(x)).sum().backward()
+            assert {*arrived.values()} == {1}
+            found.append(({n: p.grad for n, p in model.named_parameters()}, norms))
+            model.zero_grad()
+        (grads, real), (own_grads, own_norms) = found
+        torch.testing.assert_close(own_grads, grads)
+        assert_norms(own_norms, dict(real), rtol=1e-4, names={*grads})
+
+
+class FusedAccumulation(torch.autograd.Function):
+    """As Megatron-LM's: the gradient of the weight is added to an attribute of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.w = w
+        return x @ w.detach().T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.w.main_grad.add_(g.T @ ctx.saved_tensors[0])
+        return g @ ctx.w.detach(), None
+
+
+def test_gradients_in_attributes_of_parameters() -> None:
+    model = Made(lambda s, x: s.last(FusedAccumulation.apply(x, s.first.weight)), first=linear())
+    model.last = linear()
+    sums = model.first.weight.main_grad = torch.zeros(D, D)
+    for _ in range(9):
+        x = torch.randn(4, D)
+        per_sample(model(x)).sum().backward()
+        real = sums.clone()
+        model.zero_grad()
+        sums.zero_()
+        with gnsfast.per_sample_sqnorms(model, 4):
+            per_sample(model(x)).sum().backward()
+        torch.testing.assert_close(sums, real)
+        model.zero_grad()
+        sums.zero_()
