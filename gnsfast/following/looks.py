@@ -91,10 +91,8 @@ class Look(TorchFunctionMode):
                 args = numbered(args)
             arguments = pytree.tree_leaves((args, kwargs))
             marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
-            of_data = any(isinstance(mark, Mark) for mark in marks)
-            of_data = of_data and not (
-                name in CASTS and not (marks[0] is None or isinstance(marks[0], Mark))
-            )
+            told = marks[:1] if name in CASTS else marks  # others tell a dtype alone
+            of_data = any(isinstance(mark, Mark) for mark in told)
             data = mark_of_results(name, arguments, marks, args, kwargs, self.samples)
             leaves = [
                 mark
@@ -171,6 +169,11 @@ class Look(TorchFunctionMode):
 
 EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
 
+ALIKE = frozenset(
+    "new_zeros new_ones new_full new_tensor new_empty zeros_like ones_like empty_like".split()
+)
+"""Functions that make a constant tensor that is like another one."""
+
 UNFLATTENS = frozenset("view reshape unflatten".split())
 """Functions that may split the dimension of the samples, which puts sorted ones in their order."""
 
@@ -194,8 +197,11 @@ def _is_active(t: Tensor) -> bool:
 
 
 def _queried(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function without a gradient. That of data is data."""
+    """The result of a function without a gradient. That of data is data, but for what has its
+    shape or dtype alone.
+    """
     out = func(*args, **kwargs)
     if isinstance(out, Tensor) and isinstance(mark := _mark_of(args[0]), Mark):
-        _mark(out, mark)
+        if name_of(func) not in ALIKE:
+            _mark(out, mark)
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import FIRST, SHARED, Layout
+from gnsfast.following.layouts import FIRST, SHARED, Layout, Print
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Trial
 from gnsfast.following.passes import Weighted, gradients
@@ -145,9 +145,47 @@ def _compared(trial: Trial, how: str) -> Proof:
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
     rtol = 5e-2 if trial.learned.is_half else 1e-3
     judged = judge(found, truth, rtol, by_loss=how == LOSS) if found else Proof()
-    if how == LOSS and judged.wrong:
-        return Proof(JOINED, failed)
+    if how == LOSS:
+        adds_up = _adds_up(trial, rtol)  # on each process
+        if structure.on_any(bool(judged.wrong) or not adds_up):
+            return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
+
+
+def _adds_up(trial: Trial, rtol: float) -> bool:
+    """Whether the gradient of the loss that the model returns for the example is the sum of those
+    for its samples alone, each times a number. (Norms of single samples do not tell: a number for
+    each may explain those of one layer.)
+    """
+    structure, example, copies = (
+        trial.structure,
+        trial.example,
+        1 + bool(trial.structure.batch_norms),
+    )
+    values = [leaf.current for leaf in trial.leaves]
+    prints: list[list[Tensor]] = []
+    for samples in ([*range(example.n)], *([b] * copies for b in range(example.n))):
+        with structure.bare(), structure.as_it_was():
+            args, kwargs, more = _with_gradient(example.part(samples))
+            results = [*map(whole, tensors_of(trial.run(*args, **kwargs)))]
+            parts = [(results[w.number], w.weights) for w in _loss(results)]
+            found = gradients(parts, [*values, *more], keep=True)
+        prints.append([_print(g, p) for g, p in zip(found, values)])
+    own = [torch.stack(of_leaf) for of_leaf in zip(*prints)]
+    sizes = torch.stack([each_NS.norm(dim=1).max() for each_NS in own])
+    sizes = sizes.clamp(min=max(1e-2 * float(sizes.max()), LEAST))  # below it rounding counts
+    of_all_NS = torch.cat([each_NS / size for each_NS, size in zip(own, sizes)], 1)
+    together_1S, alone_NS = of_all_NS.tensor_split((1,))
+    weights_N1 = torch.linalg.lstsq(alone_NS.T, together_1S.T, driver="gelsd").solution
+    return bool((alone_NS.T @ weights_N1 - together_1S.T).abs().max() <= rtol)
+
+
+def _print(g: Tensor | None, p: Tensor) -> Tensor:
+    """Numbers that are linear in a gradient, one for each index of its dimensions."""
+    if g is None:
+        return torch.zeros(sum(p.shape), dtype=torch.float64, device="cpu")
+    g = whole(g.to_dense() if g.is_sparse else g).float()
+    return torch.cat([*Print.of(g, 1).along]).to("cpu", torch.float64)
 
 
 class Weighed(NamedTuple):

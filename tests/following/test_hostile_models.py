@@ -214,6 +214,32 @@ def test_a_loss_of_the_model_in_which_samples_meet(caplog: pytest.LogCaptureFixt
     assert not shown.proof and "samples meet" in shown.proof_of_loss and "own loss" in str(shown)
 
 
+MEETINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": torch.tanh,
+    "mean": lambda h: h + torch.tanh(h.mean(0, keepdim=True)),
+    "attention": lambda h: (h @ h.T).softmax(1) @ h,
+    "largest": lambda h: h / h.abs().max(),
+    "sum": lambda h: h.sum(0).expand_as(h),
+    "shifted": lambda h: 0.7 * h + 0.3 * h.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("kind", MEETINGS)
+def test_a_model_that_returns_its_loss_alone(kind: str, mean: bool) -> None:
+    """Norms of one layer alone do not tell whether samples meet in it."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        own = per_sample(m.last(MEETINGS[kind](torch.tanh(m.first(x)))))
+        return own.mean() if mean else own.sum()
+
+    model = Made(loss, first=linear(), last=linear())
+    with gnsfast.per_sample_sqnorms(model, 6):
+        model(torch.randn(6, D)).backward()
+    proof = gnsfast.coverage(model).proof
+    assert ("samples meet" in proof) == (kind != "none"), proof
+
+
 class Teacher(nn.Module):
     """A frozen teacher, a code book and a centre that forward updates in ways that leave no
     version, and state in containers of containers.
@@ -516,6 +542,28 @@ def test_why_a_scale_is_left_out() -> None:
     assert "log" not in right_or_named(model, torch.randn(6, D), 6)
     row = next(row for row in gnsfast.coverage(model).rows if row.parameter == "log")
     assert "not found in broadcast_tensors" in row.reason
+
+
+LIKE_DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a mask": lambda m, x: F.linear(x, m.w * m.mask.to(x)),
+    "rows of zeros": lambda m, x: F.linear(x, torch.cat([m.w[:5], x.new_zeros(D - 5, D)])),
+    "a list": lambda m, x: F.linear(x, m.w * x.new_tensor([*range(1, D + 1)])),
+    "ones like a sample": lambda m, x: F.linear(x, m.w * torch.ones_like(x[0, :1])),
+    "written to": lambda m, x: F.linear(x, x.new_zeros(D, D).index_copy(0, m.at, m.w[:5])),
+    "a token of each sample": lambda m, x: torch.cat([m.w[:1] + x.new_zeros(len(x), 1, D), x], 1),
+    "positions of each sample": lambda m, x: x * (m.w[:6] + torch.zeros_like(x)),
+    "samples of zeros": lambda m, x: x + F.linear(torch.zeros_like(x) + 1.0, m.w),
+}
+
+
+@pytest.mark.parametrize("kind", LIKE_DATA)
+def test_constants_that_are_like_data(kind: str) -> None:
+    """The data tell their dtype, or their shape, alone."""
+    model = Made(LIKE_DATA[kind], w=torch.randn(D, D))
+    model.register_buffer("mask", torch.rand(D, D) < 0.6)
+    model.register_buffer("at", torch.arange(5))
+    for B in (4, 4, 3):
+        assert right_or_named(model, torch.randn(B, 6, D), B) == {"w"}
 
 
 def test_a_parameter_that_tells_its_dtype() -> None:
