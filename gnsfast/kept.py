@@ -19,15 +19,20 @@ from gnsfast.tensors import is_dtensor, writes
 
 
 @contextmanager
-def kept_state(model: nn.Module) -> Iterator[None]:
+def kept_state(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the state of a model at the end, whether it was written to or replaced: its buffers,
-    its parameters (as those of a teacher that forward updates), and the own attributes of its
-    modules: numbers, tensors, arrays, and what lists, dictionaries, tuples, sets, queues and plain
-    objects hold, such as a meter.
+    its parameters (as those of a teacher that forward updates), its hooks (which transformers adds
+    in the first pass that needs them), and the own attributes of its modules: numbers, tensors,
+    arrays, and what lists, dictionaries, tuples, sets, queues and plain objects hold, such as a
+    meter. The same for objects among the arguments that are ``given``, such as a cache.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
+    hooks = [(vars(m)[name], {**vars(m)[name]}) for m in modules for name in HOOKS]
     found = _Found()
+    for value in given:
+        if not isinstance(value, Tensor):
+            found.add(value)
     for t in model.buffers():
         found.add(t)
     for p in model.parameters():  # such as a gradient that a function of the model adds to
@@ -49,6 +54,10 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             for name in _own_attributes(module).keys() - own.keys():
                 del vars(module)[name]
             vars(module).update((k, v) for k, v in own.items() if k not in registered)
+        for own, content in hooks:
+            if own != content:
+                own.clear()
+                own.update(content)
         found.restore()
         writes.restore()
 
@@ -150,6 +159,11 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 OF_TORCH = frozenset(vars(nn.Module()))
+HOOKS = [
+    name
+    for name, value in vars(nn.Module()).items()
+    if name.startswith(("_forward", "_backward")) and isinstance(value, dict)
+]
 CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 
 

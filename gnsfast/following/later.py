@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches after the first one prove the norms again."""
 
+import itertools
+import operator
 import random
 from typing import Any
 
@@ -101,9 +103,15 @@ class Later:
                 leaf.fail(self.wrong[leaf.name])
 
     def _sizes(self, given: list[Tensor]) -> list[int]:
-        """How many elements the tensors of a batch have for each sample."""
-        samples = self._passes.asked.samples
-        return [t.numel() // samples for t in given if samples and samples in t.shape[:2]]
+        """How many elements the tensors of a batch have for each sample, and how many parts of
+        them, such as the frames of a video.
+        """
+        samples, sizes = self._passes.asked.samples, []
+        for t in given:
+            if samples and samples in t.shape[:2]:
+                own = [n for d, n in enumerate(t.shape) if d != t.shape[:2].index(samples)]
+                sizes += [*itertools.accumulate(own, operator.mul)] or [1]
+        return sizes
 
     @property
     def _kind(self) -> tuple[Any, ...]:

@@ -174,7 +174,10 @@ class Print(NamedTuple):
             t = t.to_local() if partial else t.full_tensor()
         if t.is_nested:
             return cls(n, torch.Size(), (), is_active)
-        shape, t = t.shape, t.detach().as_subclass(Tensor)
+        shape, t = t.shape, t.detach()
+        if t.layout != torch.strided:
+            return cls(n, shape, tuple(_along_sparse(t)), is_active)
+        t = t.as_subclass(Tensor)
         if t.is_complex():
             t = torch.view_as_real(t).sum(-1)
         elif not t.is_floating_point():
@@ -205,6 +208,17 @@ def _along(t: Tensor) -> list[Tensor]:
         found.append(weights_of(len(rest), t) @ rest)
         t = t @ weights_of(t.shape[d], t) if d else t
     return found[::-1]
+
+
+def _along_sparse(t: Tensor) -> list[Tensor]:
+    """The same of a sparse tensor, of which a dense one may be too large."""
+    t = t.to_sparse_coo().coalesce()
+    indices, values_N = t.indices(), t.values().double()
+    if values_N.ndim > 1:
+        values_N = values_N.flatten(1) @ weights_of(values_N[0].numel(), values_N)
+    for size, at_N in zip(t.shape, indices):
+        values_N = values_N * weights_of(size, values_N)[at_N]
+    return [values_N.new_zeros(n).index_add(0, at_N, values_N) for n, at_N in zip(t.shape, indices)]
 
 
 def weights_of(n: int, like: Tensor) -> Tensor:

@@ -146,9 +146,9 @@ class Structure:
         cached = parametrize._cache
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
-            chance = kept_chance(self.model, pytree.tree_leaves(self.given))
-            own = kept_grads(self.parameters())
-            with own, kept_state(self.model), chance, torch.enable_grad():
+            given = pytree.tree_leaves(self.given)
+            state, chance = kept_state(self.model, given), kept_chance(self.model, given)
+            with kept_grads(self.parameters()), state, chance, torch.enable_grad():
                 yield
         finally:
             parametrize._cache = cached

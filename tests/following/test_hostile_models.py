@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -661,3 +662,54 @@ def test_gradients_in_attributes_of_parameters() -> None:
         torch.testing.assert_close(sums, real)
         model.zero_grad()
         sums.zero_()
+
+
+class Captures(nn.Module):
+    """As models of transformers: the first pass that asks for hidden states adds the hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear(), linear()])
+        self.caught: list[Tensor] = []
+
+    def forward(self, x: Tensor, calls: Any) -> Tensor:
+        calls.count += 1
+        if not getattr(self, "is_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _m, _x, y: self.caught.append(y))
+            self.is_hooked = True
+        self.caught.clear()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        calls.means.append(x.detach().mean())
+        return sum(self.caught) / len(self.caught) + 0.1 * calls.count
+
+
+def test_hooks_and_objects_are_what_one_pass_leaves() -> None:
+    """What the first pass adds to the model, and writes to its arguments."""
+    models = [Captures(), Captures()]
+    models[1].load_state_dict(models[0].state_dict())
+    states = [SimpleNamespace(count=0, means=[]) for _ in models]
+    for _ in range(3):
+        x = torch.randn(4, D)
+        plain = models[0](x, states[0])
+        with gnsfast.per_sample_sqnorms(models[1], 4):
+            own = models[1](x, states[1])
+            per_sample(own).sum().backward()
+        torch.testing.assert_close(own, plain)
+        assert [len(m.caught) for m in models] == [2, 2]
+        torch.testing.assert_close(*(vars(state) for state in states))
+
+
+@pytest.mark.parametrize("to", [Tensor.to_sparse_coo, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_parameters_beside_a_sparse_tensor(to: Callable[[Tensor], Tensor]) -> None:
+    """As in LightGCN: a sparse graph mixes the rows of a table before the data look some up."""
+
+    def scores(m: Any, x: Tensor) -> Tensor:
+        rows = torch.sparse.mm(m.graph, m.table.weight)
+        return rows[x[:, 0]] * rows[x[:, 1]]
+
+    model = Made(scores, table=nn.Embedding(9, D), graph=None)
+    model.graph = to(torch.randn(9, 9).relu())
+    for B in (4, 4, 3):
+        assert right_or_named(model, torch.randint(9, (B, 2)), B) == {"table.weight"}
