@@ -7,7 +7,8 @@ The loss weighs these samples' outputs at random, so that no gradients cancel. G
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, count, islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -157,17 +158,10 @@ def _adds_up(trial: Trial, rtol: float) -> bool:
     for its samples alone, each times a number. (Norms of single samples do not tell: a number for
     each may explain those of one layer.)
     """
-    structure, example, copies = (
-        trial.structure,
-        trial.example,
-        1 + bool(trial.structure.batch_norms),
-    )
-    values = [leaf.current for leaf in trial.leaves]
-    prints: list[list[Tensor]] = []
+    example, copies = trial.example, 1 + bool(trial.structure.batch_norms)
+    values, prints = [leaf.current for leaf in trial.leaves], list[list[Tensor]]()
     for samples in ([*range(example.n)], *([b] * copies for b in range(example.n))):
-        with structure.bare(), structure.as_it_was():
-            args, kwargs, more = _with_gradient(example.part(samples))
-            results = [*map(whole, tensors_of(trial.run(*args, **kwargs)))]
+        with trial.structure.bare(), _pass_over(trial, example.part(samples)) as (results, more):
             parts = [(results[w.number], w.weights) for w in _loss(results)]
             found = gradients(parts, [*values, *more], keep=True)
         prints.append([_print(g, p) for g, p in zip(found, values)])
@@ -296,9 +290,8 @@ def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Lea
         b = k % batch.n
         at, n = (0, copies) if copies else (b, batch.n)
         try:
-            with trial.structure.as_it_was():
-                args, kwargs, more = _with_gradient(batch.part([b] * copies or range(n)))
-                results = [*map(whole, tensors_of(trial.run(*args, **kwargs)))]
+            one = batch.part([b] * copies or range(n))
+            with _pass_over(trial, one) as (results, more):
                 parts = [w.of_sample(results, b, batch.n, at, n) for w in weighed]
                 grads = gradients(parts, [*values, *more], keep=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
@@ -307,9 +300,10 @@ def _truths(trial: Trial, weighed: list[Weighed], copies: int) -> "list[dict[Lea
     return found
 
 
-def _with_gradient(one: Example) -> tuple[Any, Any, list[Tensor]]:
-    """The arguments of an example, and images in them that get a gradient: torch 2.13's group norm
-    of images that are stored channels-last crashes on a CPU where its input gets none.
+@contextmanager
+def _pass_over(trial: Trial, one: Example) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The results of an example, and images in it that get a gradient: torch 2.13's group norm of
+    images that are stored channels-last crashes on a CPU where its input gets none.
     """
     images: list[Tensor] = []
 
@@ -319,8 +313,9 @@ def _with_gradient(one: Example) -> tuple[Any, Any, list[Tensor]]:
         images.append(t.detach().requires_grad_())
         return images[-1].clone()  # which may be written to
 
-    args, kwargs = map_tensors(pick, (one.args, one.kwargs))
-    return args, kwargs, images
+    with trial.structure.as_it_was():
+        args, kwargs = map_tensors(pick, (one.args, one.kwargs))
+        yield [*map(whole, tensors_of(trial.run(*args, **kwargs)))], images
 
 
 def _sqnorm(g: Tensor) -> float:
