@@ -63,6 +63,7 @@ class Batches:
         self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
+        self._apart: dict[Any, Learned] = {}  # what batches of some size, or form, have shown
         self._later = Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -131,8 +132,11 @@ class Batches:
         structure.given = args, kwargs
         given = tensors_of((args, kwargs))
         self._refuse_shapes(given)
-        if documents is None:
-            self._later.see(given)
+        if documents is None and self._learned is not None:
+            self._later.see(given, self._learned)
+            own = self._apart.get(self._later.kind) or self._apart.get(_form_of(given))
+            if own is not None and own is not self._learned:
+                self._use(own)
             if self._may_learn_again:
                 is_new = self._later.is_new(self.proof)
                 if is_new or self._later.is_due:
@@ -250,10 +254,10 @@ class Batches:
         else:  # the next batch may show more
             self._join(found)
             return
-        found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in lost})
+        found = found._replace(lost=found.lost | {leaf.name: why for leaf in lost})
         self._see(module)
         for leaf in leaves:
-            leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
+            leaf.left_out = leaf.left_out or found.left_out.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
         _report(module, leaves, found)
@@ -299,26 +303,51 @@ class Batches:
 
     def _learn_again(self, is_new: bool = True) -> None:
         """Prove it with this batch too, and learn the parameters that no batch has used; or if it
-        is not new, see whether samples meet in it.
+        is not new, see whether samples meet in it. What fits no other batch is learnt by itself.
         """
-        structure, learned = self._structure, self._learned
+        structure, learned, later = self._structure, self._learned, self._later
         assert learned is not None
         args, kwargs = self._block.batch
-        batch = Example.of(args, kwargs, self._passes.asked.samples, learned.arrangement)
+        held, B = [*map(bool, learned.sizes)], self._passes.asked.samples
+        batch = Example.of(args, kwargs, B, learned.arrangement, held)
         if batch is None or self._passes.is_reached:  # backward has begun
             return
         trial = self._trial(structure.model, structure.leaves, batch)
         trial = trial._replace(example=batch.few(learned.n), learned=learned)
         with self._looking(structure.leaves):
             if not is_new:
-                self._later.wrong |= meeting(trial, self._later.some_of(batch.n))
+                later.wrong |= meeting(trial, later.some_of(batch.n))
                 return
             self._block.is_shown_again = True
             unseen = [leaf for leaf in structure.covered if leaf.is_learned and leaf.is_unseen]
             if unseen:
-                learn(trial).tell(unseen, is_part=False)
-            proof = self._later.prove(trial)
+                more = learn(trial)
+                more.tell(unseen, is_part=False)
+                learned.take_over(more, unseen)
+            proof = later.prove(trial)
+            if proof.lost and not proof.wrong:
+                proof = self._learned_apart(trial, proof)
+        later.wrong |= proof.wrong
         self.proof = self.proof.later(proof)
+
+    def _learned_apart(self, trial: Trial, proof: Proof) -> Proof:
+        """Learn a batch in which the samples lie in other ways than in those before, as an image
+        does among texts, if that gives it the norms that are lost in its ``proof``.
+        """
+        own, given = learn(trial), tensors_of(self._block.batch)
+        self._use(own)
+        new = self._later.prove(trial._replace(learned=own))
+        if new.reason or new.wrong or new.lost.keys() >= proof.lost.keys():
+            self._use(trial.learned)
+            return proof
+        self._apart[self._later.kind] = self._apart[_form_of(given)] = own
+        return new
+
+    def _use(self, learned: Learned) -> None:
+        """Let the parameters know what one of several batches has shown."""
+        self._learned = learned
+        learned.tell(self._structure.leaves, is_part=False)
+        self._later.see(tensors_of(self._block.batch), learned)
 
     def _trial(self, module: nn.Module, leaves: list[Leaf], batch: Example) -> Trial:
         """What is tried with a batch of the model, or of a part."""
@@ -348,7 +377,7 @@ class Batches:
         for way, other in others:
             if not other.reason and _flaws(other) <= _flaws(proof):
                 unclear = f"{TWO_WAYS} {usual}, as is usual, or {way}"
-                wrong = {name: f"{why}. Or {unclear}" for name, why in proof.wrong.items()}
+                wrong = {name: f"{why}. Or {unclear}" for name, why in proof.left_out.items()}
                 if proof.reason or is_part:
                     wrong = {leaf.name: unclear for leaf in leaves}
                 return proof._replace(reason=unclear, wrong=wrong)
@@ -376,6 +405,7 @@ class Batches:
         self.is_half |= learned.is_half
         if not trial.is_part:
             self._learned, self.is_by_run = learned, self._block.run is not None
+            self._apart[_form_of(tensors_of(self._block.batch))] = learned
         if self._structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
         return prove(trial._replace(learned=learned))
@@ -444,9 +474,14 @@ def _first_own(a: tuple[bool, Learned], b: tuple[bool, Learned]) -> tuple[bool, 
     return a if a[0] or not b[0] else b
 
 
+def _form_of(given: list[Tensor]) -> tuple[Any, ...]:
+    """What tells images from texts."""
+    return tuple((t.ndim, t.is_floating_point()) for t in given)
+
+
 def _flaws(proof: Proof) -> tuple[bool, int]:
     """What tells a better proof from others."""
-    return bool(proof.reason), len(proof.unproven | {*proof.wrong})
+    return bool(proof.reason), len(proof.unproven | {*proof.left_out})
 
 
 def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:

@@ -2,8 +2,10 @@
 """A few samples of a batch, as the arguments of a model."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +57,16 @@ class Example(NamedTuple):
 
     @classmethod
     def of(
-        cls, args: Any, kwargs: Any, B: int, arrangement: Arrangement = USUAL
+        cls,
+        args: Any,
+        kwargs: Any,
+        B: int,
+        arrangement: Arrangement = USUAL,
+        held: Sequence[bool] = (),
     ) -> "Example | None":
-        """A batch of ``B`` samples; None if nothing has them."""
+        """A batch of ``B`` samples; None if nothing has them. ``held`` says which of its tensors
+        have samples, where another batch has shown it.
+        """
         lists, dim, apart = arrangement
         if lists:
             is_leaf = partial(_is_list_of, B=B)
@@ -74,6 +83,8 @@ class Example(NamedTuple):
             return None if square and _is_of_tokens(t, B) else _layout_of(t, dim, B, apart)
 
         layouts = tuple(map(layout_of, given))
+        if len(held) == len(layouts):
+            layouts = tuple(own if has else None for own, has in zip(layouts, held))
         own = arrangement._replace(dim=dim)
         return cls(tuple(args), dict(kwargs), B, layouts, own) if {*layouts} - {None} else None
 
@@ -176,6 +187,21 @@ class Example(NamedTuple):
 
 
 KINDS = (Tensor, Listed)
+
+
+def sizes_of(given: list[Tensor], samples: int) -> list[list[int]]:
+    """How many parts, such as the frames of a video, each tensor of a batch has for a sample, and
+    how many elements at last; nothing if it has no samples.
+    """
+    sizes: list[list[int]] = []
+    for t in given:
+        own = [] if t.is_nested else [*t.shape]
+        if samples and samples in own[:2]:
+            own.remove(samples)
+            sizes.append([*accumulate(own, operator.mul)] or [1])
+        else:
+            sizes.append([])
+    return sizes
 
 
 def _is_list_of(value: Any, B: int) -> bool:

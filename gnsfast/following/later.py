@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches after the first one prove the norms again."""
 
-import itertools
-import operator
 import random
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
-from gnsfast.following.learning import Trial
+from gnsfast.following.examples import sizes_of
+from gnsfast.following.learning import Learned, Trial
 from gnsfast.following.passes import Passes
 from gnsfast.following.proof import Proof, prove
 from gnsfast.following.structure import Structure
@@ -32,17 +32,27 @@ class Later:
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
+        self._sizes: list[list[int]] = []
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
-        self._growth.sizes = [(size, size) for size in self._sizes(given)]
-        self.count, self._proven = 1, {self._kind}
+        self.see(given)
+        self.count, self._proven = 1, {self.kind}
 
-    def see(self, given: list[Tensor]) -> None:
-        """Note how much longer than in the first batch the samples of this batch are."""
-        sizes, before = self._sizes(given), self._growth.sizes
-        if len(sizes) == len(before):
-            self._growth.sizes = [(now, first) for now, (_, first) in zip(sizes, before)]
+    def see(self, given: list[Tensor], learned: Learned | None = None) -> None:
+        """Note how much longer the samples of this batch are than those of the batch that has shown
+        what is ``learned``, which is this one by default.
+        """
+        self._sizes = sizes_of(given, self._passes.asked.samples)
+        if learned is not None and len(learned.sizes) == len(given):  # others hold none by chance
+            held = zip(self._sizes, learned.sizes)
+            self._sizes = [now if first else [] for now, first in held]
+        pairs = [*zip(self._sizes, self._sizes if learned is None else learned.sizes)]
+        both = [pair for now, first in pairs for pair in zip_longest(now[: len(first)], first)]
+        ends = [(now[0], first[0]) for now, first in pairs if now and first]
+        both.append((sum(now for now, _ in ends), sum(first for _, first in ends)))  # one list
+        self._growth.sizes = {k: (now, first) for k, (now, first) in enumerate(both) if now}
+        self._growth.proven = {} if learned is None else learned.growth
 
     def end(self, proof: Proof) -> None:
         """Note which parameters the pass of a block, whose rows are not kept, gave a gradient that
@@ -59,11 +69,11 @@ class Later:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
         self.count += 1
         late = self._late & proof.unproven
-        grown = {k for k, (now, first) in enumerate(self._growth.sizes) if now != first}
+        grown = {k for k, (now, first) in self._growth.sizes.items() if now != first}
         is_first = len(self._proven) <= SEVERAL or not grown <= self._grown
-        is_other = self._kind not in self._proven and is_first
+        is_other = self.kind not in self._proven and is_first
         if is_other:
-            self._proven.add(self._kind)
+            self._proven.add(self.kind)
             self._grown |= grown
         self._reached |= late
         self._late = set()
@@ -76,12 +86,11 @@ class Later:
         growth.tried = tried = {}
         try:
             proof = prove(trial)
-            right = names - {*proof.wrong} - proof.unproven if not proof.reason else set()
+            right = names - {*proof.left_out} - proof.unproven if not proof.reason else set()
             for name in right & {*tried}:
                 growth.proven[name] = growth.proven.get(name, set()) | tried[name]
         finally:
             growth.tried = None
-        self.wrong |= proof.wrong
         return proof
 
     @property
@@ -102,21 +111,10 @@ class Later:
             if leaf.name in self.wrong:
                 leaf.fail(self.wrong[leaf.name])
 
-    def _sizes(self, given: list[Tensor]) -> list[int]:
-        """How many elements the tensors of a batch have for each sample, and how many parts of
-        them, such as the frames of a video.
-        """
-        samples, sizes = self._passes.asked.samples, []
-        for t in given:
-            if samples and samples in t.shape[:2]:
-                own = [n for d, n in enumerate(t.shape) if d != t.shape[:2].index(samples)]
-                sizes += [*itertools.accumulate(own, operator.mul)] or [1]
-        return sizes
-
     @property
-    def _kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[Any, ...]:
         """What tells this batch from those that have proven it."""
-        sizes = [now for now, _ in self._growth.sizes]
+        sizes = [*map(tuple, self._sizes)]
         return self._structure.model.training, self._passes.asked.samples, *sizes
 
 

@@ -75,14 +75,14 @@ class Growth:
     first one: as many, or more where the samples are longer. Else the data may have chosen them.
     Some rows may stay, as that of a class token does, if a proof has shown it.
 
-    ``sizes`` are those of the samples now and in the first batch, of each tensor that has samples.
-    ``proven`` tells by the name of a parameter with which of these tensors the rows grow that its
-    functions get, and how many stay. ``tried`` are those that a proof is to show, None if none
-    runs.
+    ``sizes`` are those of the samples now and in the first batch, of each tensor that has samples
+    and of its parts, by their numbers. ``proven`` tells by the name of a parameter with which of
+    these sizes the rows grow that its functions get, and how many stay. ``tried`` are those that a
+    proof is to show, None if none runs.
     """
 
     def __init__(self) -> None:
-        self.sizes: list[tuple[int, int]] = []
+        self.sizes: dict[int, tuple[int, int]] = {}
         self.proven: dict[str, set[tuple[int, int]]] = {}
         self.tried: dict[str, set[tuple[int, int]]] | None = None
 
@@ -91,7 +91,7 @@ class Growth:
         that takes the parameter ``name``.
         """
         is_plain, found = now == first, set()
-        for k, (new, old) in enumerate(self.sizes):
+        for k, (new, old) in self.sizes.items():
             is_plain |= now * old == first * new or now * old**2 == first * new**2
             if old and new != old and (first * new - now * old) % (new - old) == 0:
                 found.add((k, (first * new - now * old) // (new - old)))
@@ -100,8 +100,8 @@ class Growth:
             return is_plain or bool(found)
         proven = self.proven.get(name, ())
         for k, stay in proven:
-            new, old = self.sizes[k]
-            if (now - stay) * old == (first - stay) * new:
+            new, old = self.sizes.get(k, (0, 1))
+            if new and (now - stay) * old == (first - stay) * new:
                 return True
         return is_plain and (now != first or not proven)
 

@@ -163,6 +163,7 @@ class Leaf:
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
         self.running = Running()
+        self.known_uses, self.is_known_joined = 1, False
         self.steps: tuple[Step, ...] = ()
         self.routes: tuple[str, ...] = ()
         self.learn([])
@@ -191,7 +192,6 @@ class Leaf:
         named = [step.name for step in uses]
         heads = {*named[-1:]} <= HEADS and {*named[:-1]} == {"embedding"}
         self._has_links = heads or (self.is_shared and {*named} == {"embedding"})
-        self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
         """Forget the block before."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnsfast.errors import first_line
 from gnsfast.following.checkpoints import with_graphs
-from gnsfast.following.examples import FEW, USUAL, Arrangement, Example
+from gnsfast.following.examples import FEW, USUAL, Arrangement, Example, sizes_of
 from gnsfast.following.layouts import (
     FIRST,
     SHARED,
@@ -50,7 +50,8 @@ class Learned(NamedTuple):
     """What an example of ``n`` samples, which it holds in an ``arrangement``, has shown: where the
     samples lie in the model's results, whether it computes in half precision and whether it needs
     other processes, and by the name of a parameter the functions that take it, and those in which
-    it meets the data.
+    it meets the data. ``sizes`` are those of the samples of its batch, ``growth`` is what later
+    ones have proven (``Growth.proven``).
     """
 
     n: int = FEW
@@ -60,6 +61,8 @@ class Learned(NamedTuple):
     is_joint: bool = False
     steps: dict[str, list[Step]] = {}
     routes: dict[str, tuple[str, ...]] = {}
+    sizes: list[list[int]] = []
+    growth: dict[str, set[tuple[int, int]]] = {}
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""
@@ -71,6 +74,12 @@ class Learned(NamedTuple):
             leaf.learn(*own, adds=is_part)
             leaf.found.functions = 0
             leaf.chosen = leaf.chosen | chosen
+
+    def take_over(self, other: "Learned", leaves: list[Leaf]) -> None:
+        """Add what another example has shown of some leaves."""
+        for name in (leaf.name for leaf in leaves):
+            self.steps[name] = other.steps.get(name, [])
+            self.routes[name] = other.routes.get(name, ())
 
     def joined(self, other: "Learned") -> "Learned":
         """The same with what another example has shown of leaves that this one did not use."""
@@ -149,6 +158,8 @@ def learn(trial: Trial) -> Learned:
         collectives() != begun,
         {leaf.name: steps for leaf, steps in _steps(looks, n).items()},
         {leaf.name: tuple(uses) for leaf, uses in _routes(looks.base).items()},
+        sizes_of(tensors_of(trial.structure.given), trial.passes.asked.samples),
+        {},
     )
 
 

@@ -29,7 +29,8 @@ from gnsfast.tensors import map_tensors, tensors_of, whole
 
 class Proof(NamedTuple):
     """What a proof has found. ``reason`` says why there is none; else ``wrong`` holds the
-    parameters that failed, with the reason, and ``unproven`` those that got no gradient.
+    parameters whose norms are wrong, with the reason, and ``unproven`` those that got no gradient.
+    ``lost`` are those that the batch gave no norms, with the reason.
     ``of_loss`` says why the loss that the model returns beside its outputs is not proven.
     ``seconds``: how long the first batch took, with all that it shows.
     """
@@ -39,6 +40,12 @@ class Proof(NamedTuple):
     unproven: frozenset[str] = frozenset()
     of_loss: str = ""
     seconds: float = 0.0
+    lost: dict[str, str] = {}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The parameters that have no norms, or wrong ones, with the reason."""
+        return self.lost | self.wrong
 
     def joined(self, other: "Proof") -> "Proof":
         """The proof of two parts of a model."""
@@ -48,6 +55,7 @@ class Proof(NamedTuple):
             self.unproven | other.unproven,
             self.of_loss or other.of_loss,
             self.seconds + other.seconds,
+            self.lost | other.lost,
         )
 
     def later(self, other: "Proof") -> "Proof":
@@ -85,15 +93,17 @@ def prove(trial: Trial) -> Proof:
         with kept_modes(trial.module):
             trial.module.eval()
             alone = _with_loss(trial, _compared(trial, ALONE))
-        found = own._replace(wrong=own.wrong | alone.wrong, of_loss=alone.of_loss)
+        wrong, lost = own.wrong | alone.wrong, own.lost | alone.lost
+        found = own._replace(wrong=wrong, of_loss=alone.of_loss, lost=lost)
     else:
         found = _with_loss(trial, found)
     own_sets, is_small = telling_apart(trial.batch.n), trial.batch.n <= trial.example.n
     number = len(own_sets) if found.reason else int(drew or is_small)  # else a loss had no others
     for k in range(shared(number, max, structure.groups)):
         wrong = meeting(trial, own_sets[k % len(own_sets)])
-        found = found._replace(wrong=found.wrong | wrong | trial.failed)
-    return found._replace(wrong=shared(found.wrong, dict.__or__, structure.groups))
+        found = found._replace(wrong=found.wrong | wrong, lost=found.lost | trial.failed)
+    wrong, lost = (shared(own, dict.__or__, structure.groups) for own in (found.wrong, found.lost))
+    return found._replace(wrong=wrong, lost=lost)
 
 
 def telling_apart(samples: int) -> list[list[int]]:
@@ -130,18 +140,18 @@ def _compared(trial: Trial, how: str) -> Proof:
         if structure.on_any(not weighed):
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results)
             if structure.on_any(not weighed):
-                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), trial.failed)
+                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), lost=trial.failed)
         norms = trial.norms([(results[w.number], w.weights) for w in weighed])
     failed = trial.failed
     if isinstance(norms, str):
-        return Proof(norms, failed)
+        return Proof(norms, lost=failed)
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
     with structure.bare():
         truth = _truths(trial, weighed, 0 if how == TOGETHER else copies)
     if isinstance(truth, str):
-        return Proof(truth, failed)
+        return Proof(truth, lost=failed)
     zero = torch.zeros(B, device="cpu")
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
     rtol = 5e-2 if trial.learned.is_half else 1e-3
@@ -149,8 +159,8 @@ def _compared(trial: Trial, how: str) -> Proof:
     if how == LOSS:
         adds_up = _adds_up(trial, rtol)  # on each process
         if structure.on_any(bool(judged.wrong) or not adds_up):
-            return Proof(JOINED, failed)
-    return judged._replace(wrong=failed | judged.wrong)
+            return Proof(JOINED, lost=failed)
+    return judged._replace(lost=failed)
 
 
 def _adds_up(trial: Trial, rtol: float) -> bool:
@@ -177,9 +187,10 @@ def _adds_up(trial: Trial, rtol: float) -> bool:
 def _print(g: Tensor | None, p: Tensor) -> Tensor:
     """Numbers that are linear in a gradient, one for each index of its dimensions."""
     if g is None:
-        return torch.zeros(sum(p.shape), dtype=torch.float64, device="cpu")
+        return torch.zeros(sum(p.shape) or 1, dtype=torch.float64, device="cpu")
     g = whole(g.to_dense() if g.is_sparse else g).float()
-    return torch.cat([*Print.of(g, 1).along]).to("cpu", torch.float64)
+    along = Print.of(g if g.ndim else g[None], 1).along
+    return torch.cat(along).to("cpu", torch.float64)
 
 
 class Weighed(NamedTuple):
