@@ -7,13 +7,15 @@ PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
 SITE := .venv/docs
 RELEASE := .venv/release
-LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py every_layer.py \
-	multihead_attention.py) \
-	tests/functional/test_attention.py
+KERNEL_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py every_layer.py multihead_attention.py)
+LAYER_TESTS := $(KERNEL_TESTS) tests/layers/test_conv.py tests/functional/test_attention.py
 MODEL_TESTS := tests/layers/test_transformer_layers.py tests/following/test_models.py
-# Triton's interpreter takes half a minute for each of the model tests, and seconds for what the kernels' own tests have.
-TRITON_TESTS = $(LAYER_TESTS) $(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half \
-	--deselect=tests/layers/test_linear_wgrad.py::test_large_layer,$(MODEL_TESTS))
+# These change what torch computes between the operators, whose arguments have the same shapes with any back-end.
+OPTIONS := torch_inputs or test_masks or lora
+# Triton's interpreter takes seconds for each model. These have the layers of others, and the kernels' own tests the rest.
+ALIKE := llama or qwen3 or gemma or olmo2 or bert or vit-full or mixtral or (test_constructor and sequence)
+TRITON_TESTS = $(LAYER_TESTS) --deselect=tests/layers/test_linear_wgrad.py::test_large_layer \
+	$(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half,$(MODEL_TESTS))
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
 	following/test_uses.py cli/test_cli.py integrations/test_integrations_trackers.py \
@@ -53,12 +55,12 @@ test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, co
 	$(PYTEST) -q --durations=5 -m "not dist and not second and not slow" -k "not compile" \
 		$(addprefix --ignore=tests/,integrations benchmarks triton_kernels)
 
-reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
-	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS) $(MODEL_TESTS)
+reference-test: $(DEV)  ## the tests of layers with a CPU kernel again, in plain PyTorch, as where it cannot be built
+	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) -k "not ($(OPTIONS))" $(KERNEL_TESTS) $(MODEL_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
 	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) \
-		-k "not float64 and not torch_inputs and not rows_longer and not lora" $(TRITON_TESTS)
+		-k "not (float64 or rows_longer or $(OPTIONS) or $(ALIKE))" $(TRITON_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Adam's metric cannot be measured with is refused by name."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -124,14 +122,3 @@ def test_norm_handed_over() -> None:
     passes(model, gns)
     with pytest.raises(ValueError, match="needs the gradients, not their norm"):
         gns.update(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-
-
-def test_copies_of_an_open_model_are_closed() -> None:
-    model = make()
-    gns = measured(model, warm(model))
-    with gns.microbatch(N):
-        for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
-            assert type(twin[0].weight) is nn.Parameter and twin[0].weight.grad_fn is None
-        x, y = draw(1)[0]
-        F.cross_entropy(model(x), y).backward()
-    assert type(model[0].weight) is nn.Parameter

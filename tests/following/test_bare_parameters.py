@@ -14,11 +14,6 @@ from torch import Tensor, nn
 import gnsfast
 
 
-def scalar() -> nn.Module:
-    """A bare parameter on the model itself."""
-    return Made(lambda m, x: m.gain * m.up(x), up=nn.Linear(D, D), gain=torch.ones(1))
-
-
 class Vision(nn.Module):
     """A class token, positions and distilled gains, as vision transformers have them."""
 
@@ -64,7 +59,7 @@ def mixed() -> nn.Module:
     return Made(lambda m, x, gain: x + gain * m.up(x).relu(), up=nn.Linear(D, D))
 
 
-@pytest.mark.parametrize("make", [scalar, Vision, Streams])
+@pytest.mark.parametrize("make", [Vision, Streams])
 def test_bare_parameters(make: Any) -> None:
     model, x = make().double().eval(), torch.randn(B, T, D, dtype=torch.float64)
     want = squares(model, x)
@@ -144,40 +139,6 @@ def test_numbers_beside_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x.grad, dx, rtol=2e-2, atol=2e-2)
     loop = loop_sqnorms(model, lambda m, x: m(x).square().sum(), x.detach(), B)
     torch.testing.assert_close(norms["gain"].double(), loop["gain"], rtol=3e-2, atol=0.0)
-
-
-class Turned(nn.Module):
-    """Dimension 0 has as many entries as there are samples, but they are not the samples."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.up, self.gain, self.how = nn.Linear(D, D), nn.Parameter(torch.ones(D)), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.how == "sorted":
-            order = x.detach().sum((1, 2)).argsort()
-            y: Tensor = (self.gain * x[order])[order.argsort()]
-            return y
-        if self.how == "reversed":
-            return torch.cat([self.gain * t for t in x.flip(0).split(len(x))]).flip(0)
-        if self.how == "shared":
-            return x + self.gain * torch.arange(1.0, T + 1, dtype=x.dtype)[:, None]
-        if self.how == "in place":
-            with torch.no_grad():
-                self.gain.mul_(1.0)
-            return x * self.gain
-        return x + F.linear(x, self.gain.diag())
-
-
-@pytest.mark.parametrize("how", ["sorted", "reversed", "shared", "in place", "product"])
-def test_rows_that_are_not_the_samples(how: str) -> None:
-    model, x = Turned(how), torch.randn(B, T, D)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        squares(model, x).backward()
-    loop = loop_sqnorms(model, squares, x, B)
-    assert_norms(norms, {n: loop[n] for n in norms})
-    assert ("gain" in norms) == (how not in ("sorted", "reversed"))
 
 
 ORDERS: dict[str, Any] = {

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,35 +75,6 @@ def test_a_gate_that_opens_late() -> None:
         gnsfast.per_sample_sqnorms(model, 4),
     ):
         per_sample(model(torch.randn(4, D))).sum().backward()
-
-
-def by_list(m: Any, x: Any) -> Tensor:
-    order = order_of(x)
-    back = [order.index(k) for k in range(len(order))]
-    y: Tensor = m.a(x[0][order]).tanh() @ m.w
-    return y[back]
-
-
-def by_array(m: Any, x: Any) -> Tensor:
-    order = numpy.array(order_of(x))
-    y: Tensor = m.a(x[0][order]).tanh() @ m.w
-    return y[order.argsort()]
-
-
-def by_gather(m: Any, x: Any) -> Tensor:
-    order = x[1].argsort(descending=True, stable=True)
-    y = torch.take_along_dim(x[0], order[:, None, None].expand_as(x[0]), 0)
-    y = m.a(y).tanh() @ m.w
-    return y.gather(0, order.argsort()[:, None, None].expand_as(y))
-
-
-@pytest.mark.parametrize("run", [by_list, by_array, by_gather])
-def test_samples_sorted_by_their_lengths(run: Model) -> None:
-    """The first batch has equal lengths, so that the order shows nothing."""
-    model = Made(run, a=linear(), w=torch.randn(D, D))
-    x = torch.randn(4, 6, D)
-    right_or_named(model, (x, torch.full((4,), 6)), 4)
-    right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
 
 
 def class_token(m: Any, x: Tensor) -> Tensor:
@@ -275,20 +245,6 @@ def test_samples_sorted_by_any_function(kind: str) -> None:
         assert right_or_named(model, x, 4) >= {"b.weight", "b.bias"}
 
 
-def by_list_of_columns(m: Any, x: Any) -> Tensor:
-    order = order_of(x)
-    back = [order.index(k) for k in range(len(order))]
-    y = F.linear(m.a(x[0].transpose(0, 1)[:, order]).tanh(), m.w)
-    return y[:, back].transpose(0, 1)
-
-
-def test_a_list_that_sorts_samples_along_another_dimension() -> None:
-    """It is not measured in part: no sample gets the norm of another."""
-    model, x = Made(by_list_of_columns, a=linear(), w=torch.randn(D, D)), torch.randn(4, 6, D)
-    right_or_named(model, (x, torch.full((4,), 6)), 4)
-    right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
-
-
 class Same(torch.autograd.Function):
     """A kernel that is no function of torch, so that a look does not see it."""
 
@@ -306,19 +262,26 @@ HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "function": lambda x, order: Same.apply(x)[order],
     "put": lambda x, order: torch.zeros(len(x), D).index_copy(0, order.argsort(), x),
 }
+LISTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "list": lambda x, order: x[order.tolist()],
+    "array": lambda x, order: x[order.numpy()],
+    "list of columns": lambda x, order: x.T[:, order.tolist()].T,
+}
 
 
-@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("kind", [*HIDDEN, *LISTS])
 def test_samples_sorted_by_way_of_constants(kind: str) -> None:
-    """The first batches have equal lengths, so that the order shows nothing."""
+    """The first batches have equal lengths, so that the order shows nothing. What lists choose shows
+    in a batch that is looked at again, and the second one is.
+    """
 
     def run(m: Any, x: Any) -> Tensor:
         order = x[1].argsort(descending=True, stable=True)
-        y: Tensor = m.b(HIDDEN[kind](m.a(x[0]).tanh(), order).tanh() * m.g)
+        y: Tensor = m.b((HIDDEN | LISTS)[kind](m.a(x[0]).tanh(), order).tanh() * m.g)
         return y[order.argsort()]
 
     model = Made(run, a=linear(), b=linear(), g=torch.rand(D))
-    for lengths in ([6, 6, 6, 6],) * 2 + ([2, 6, 5, 1],):
+    for lengths in ([6, 6, 6, 6],) * (2 - (kind in LISTS)) + ([2, 6, 5, 1],):
         x = torch.randn(4, D), torch.tensor(lengths)
         right_or_named(model, x, 4)
 

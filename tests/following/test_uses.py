@@ -135,6 +135,13 @@ def in_place(m: Any, x: Tensor) -> Tensor:
     return x.sub_(m.h).mul_(m.g)
 
 
+def written_to(m: Any, x: Tensor) -> Tensor:
+    """A model that changes its own parameter."""
+    with torch.no_grad():
+        m.g.mul_(1.0)
+    return x * m.g
+
+
 def experts(m: Any, x: Tensor) -> Tensor:
     rows = x.flatten(0, 1)
     chosen = (rows @ m.router.weight.t()).argmax(-1)
@@ -188,14 +195,6 @@ def shared_relative_bias(m: Any, x: Tensor) -> Tensor:
     bias = m.table(ids).permute(2, 0, 1)[None]
     q = x.unflatten(-1, (4, -1)).transpose(1, 2)
     q = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
-    return q.transpose(1, 2).flatten(2)
-
-
-def heads_as_many_as_samples(m: Any, x: Tensor) -> Tensor:
-    """B heads, T == B tokens, and biases of each head and place."""
-    x = x + m.places + m.table(torch.arange(x.shape[1]))
-    q = x.view(len(x), -1, 4, D // 4).transpose(1, 2)
-    q = F.scaled_dot_product_attention(q, q, q, attn_mask=m.heads.expand(4, x.shape[1], -1))
     return q.transpose(1, 2).flatten(2)
 
 
@@ -312,6 +311,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, An
     "where": (masked_token, gain),
     "masked assignment": (masked_assignment, gain),
     "in place": (in_place, lambda: {**gain(), "h": torch.randn(D)}),
+    "written to": (written_to, gain),
     "lerp": (lambda m, x: torch.lerp(x, x.roll(1, 1), m.g), gain),
     "addcmul": (lambda m, x: torch.addcmul(m.g, x, m.h), lambda: {**gain(), "h": torch.randn(D)}),
     "class token": (

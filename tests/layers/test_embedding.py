@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from layers import assert_as_loop, assert_layer, plain
+from layers import assert_as_loop, assert_layer
 from made import Made
 from torch import Tensor, nn
 
@@ -143,10 +143,6 @@ def test_abandoned_forward_leaves_no_link() -> None:
         with gnsfast.per_sample_sqnorms(model, 4):
             model.tables[0](batch[0])
     assert_as_loop(model, batch, 4)
-
-
-def test_plain_twin_is_plain() -> None:
-    assert type(plain(gnsfast.Embedding(3, 2))) is nn.Embedding
 
 
 def head_first() -> nn.Module:

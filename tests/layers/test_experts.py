@@ -4,7 +4,6 @@ float64.
 """
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -251,25 +250,6 @@ def test_in_a_checkpoint(reentrant: bool) -> None:
     assert_norms(norms, loop)
 
 
-def test_an_expert_that_the_first_batch_left_out() -> None:
-    """Then more functions take the table of experts than before, of which none takes data."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
-    heads = dict(num_attention_heads=2, num_key_value_heads=2, num_local_experts=16)
-    config = transformers.MixtralConfig(**sizes, **heads, experts_implementation="eager")
-    model = transformers.MixtralForCausalLM(config).eval()
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3)
-
-    def of_ids(model: nn.Module, ids: Tensor) -> Tensor:
-        return model(input_ids=ids, use_cache=False).logits.square().sum()
-
-    for B in (4, 4, 4, 4, 5):
-        ids = torch.randint(32, (B, 8))
-        assert_as_loop(model, ids, B, of_ids)
-        model.zero_grad()
-
-
 @pytest.mark.parametrize("kept", [torch.ops.aten.mm.default, torch.ops.aten.index.Tensor])
 def test_in_a_selective_checkpoint(kept: Any) -> None:
     """It keeps results of forward, which does not know the samples, so experts are left out."""
@@ -287,14 +267,6 @@ def test_in_a_selective_checkpoint(kept: Any) -> None:
     assert_norms(norms, {"gate.weight": loop["gate.weight"]})
     for p, g in zip(block.parameters(), grads):
         torch.testing.assert_close(p.grad, g)
-
-
-def test_copies() -> None:
-    block, data = make("gpt_oss", 2), batch(3, 7)
-    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        with gnsfast.per_sample_sqnorms(twin, 3) as norms:
-            loss(twin, data).backward()
-        assert set(norms) == {n for n, _ in block.named_parameters()}
 
 
 def test_compiled() -> None:

@@ -4,7 +4,6 @@ graphs. ``test_transformer_layers.py`` has its options.
 """
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -211,13 +210,6 @@ def test_subclasses() -> None:
     assert_norms(norms, loop)
 
 
-def test_copies_and_pickles() -> None:
-    layer, x = gnsfast.MultiheadAttention(E, H), torch.randn(L, B, E)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(twin) is gnsfast.MultiheadAttention
-        assert_as_in_torch(twin, (x, x, x), {}, dim=1)
-
-
 @pytest.mark.second
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
 def test_whole_graph(how: str) -> None:
@@ -229,18 +221,3 @@ def test_whole_graph(how: str) -> None:
         y = run(*args) if how == "compiled" else checkpoint(run, *args, use_reentrant=False)
         terms([y], 0).sum().backward()
     assert_terms(norms, plain, args, {}, 0)
-
-
-def test_noise_scale() -> None:
-    """A Transformer of torch's under the estimator: every parameter has its share."""
-    torch.manual_seed(0)
-    model = nn.Transformer(E, H, 1, 1, 16, 0.0, batch_first=True)
-    assert gnsfast.coverage(model).covered_fraction == 1.0
-    gns = gnsfast.GradientNoiseScale(model)
-    args = torch.randn(B, L, E), torch.randn(B, S, E)
-    with gns.microbatch(B):
-        terms([model(*args)], 0).sum().backward()
-    gns.update()
-    result = gns.compute()
-    assert any(name.startswith("decoder.layers.0.multihead_attn") for name in result.per_module)
-    assert sum(m.trace for m in result.per_module.values()) == pytest.approx(result.trace)

@@ -9,6 +9,7 @@ import torch
 from adam_cases import EPS, Tied, adam, loop_norms, metric_of
 from layers import weighted_loss
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import gnsfast
 from gnsfast.reference import outer, rows
@@ -50,17 +51,6 @@ def assert_norms(
     assert gns.compute().adam is not None and gns.compute().adam.left_out == ()
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(5)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
-
-
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(5, 3), lambda: torch.randn(4, 9, 5)),
     "linear of one token": (lambda: nn.Linear(5, 3), lambda: torch.randn(4, 5)),
@@ -69,7 +59,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding": (lambda: nn.Embedding(9, 5, padding_idx=3), lambda: torch.randint(0, 9, (4, 8))),
     "layer norm": (lambda: nn.LayerNorm([3, 5]), lambda: torch.randn(4, 9, 3, 5)),
     "rms norm": (lambda: nn.RMSNorm(5), lambda: torch.randn(4, 9, 5)),
-    "Llama's rms norm": (LlamaRMSNorm, lambda: torch.randn(4, 9, 5)),
+    "Llama's rms norm": (lambda: LlamaRMSNorm(5), lambda: torch.randn(4, 9, 5)),
     "tied": (Tied, lambda: torch.randint(0, 7, (4, 6))),
 }
 

@@ -49,12 +49,6 @@ def test_siamese_towers_of_two_lengths() -> None:
     check(Made(alike, tower=tower), (floats(B, T, D), floats(B, 3, D)), square)
 
 
-def test_siamese_towers_of_one_token() -> None:
-    tower = nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 5))
-    apart = lambda m, left, right: (m.tower(left) - m.tower(right)).norm(dim=1)
-    check(Made(apart, tower=tower), (floats(B, D), floats(B, D)), square)
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tokens", [12, 13])
 def test_head_called_for_each_chunk(tokens: int, tied: bool) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
-from gnsfast.combinations import PIPELINE, REPEATED, TENSOR_PARALLEL, reason
 from gnsfast.following import Followed
 
 ObservationError = gnsfast.ObservationError
@@ -114,10 +113,6 @@ def test_an_output_without_a_gradient(x: Tensor) -> None:
     lookup = lambda m, ids: Nothing.apply(m.words(ids)) + m.words(ids).sin()
     model, ids = Made(lookup, words=nn.Embedding(7, D)), torch.randint(0, 7, (B, T))
     right(model, ids)
-
-
-def test_a_module_named_without_need(x: Tensor) -> None:
-    right(Again(times=1), x)
 
 
 def test_an_exception_between_two_calls(x: Tensor) -> None:
@@ -232,7 +227,3 @@ def test_nothing_is_left_after_the_block(x: Tensor) -> None:
         assert not any(leaf.found.parts for leaf in Followed.of(model).leaves)
     finally:
         gc.enable()
-
-
-def test_table() -> None:
-    assert reason([REPEATED, TENSOR_PARALLEL]) and reason([REPEATED, PIPELINE])

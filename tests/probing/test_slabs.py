@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of a model is kept while it stays the same, and learnt anew after any change."""
 
-import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 
@@ -118,22 +116,6 @@ def test_norms_outlive_the_next_pass() -> None:
     before = {name: norm.clone() for name, norm in first.items()}
     norms_of(model)
     assert all(first[name].equal(norm) for name, norm in before.items())
-
-
-def test_copies_inside_and_after_a_block() -> None:
-    model, x = make(), torch.randn(6, 5)
-    with gnsfast.per_sample_sqnorms(model, 6) as norms:
-        y = model(x)
-        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        state = model.state_dict()
-        y.square().sum().backward()
-    twins += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    assert state.keys() == make().state_dict().keys()
-    for twin in twins:
-        assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
-        with gnsfast.per_sample_sqnorms(twin, 6) as own:
-            twin(x).square().sum().backward()
-        assert all(torch.equal(own[name], norms[name]) for name in norms)
 
 
 def test_no_hook_of_a_parameter_runs_while_the_model_is_looked_at() -> None:
