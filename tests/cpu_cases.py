@@ -17,6 +17,10 @@ def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -
     return LinearWgrad(x, dy, True, bias, transposed, torch.float32)
 
 
+def drawn(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
 def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
     """dW and db of each sample, in float64."""
     pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))

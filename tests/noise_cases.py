@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model with a noise scale, and data for it."""
 
+import io
 import itertools
 import math
 from typing import Any
@@ -38,6 +39,14 @@ def measured(gns: Any, model: nn.Module) -> None:
     [(x, y)] = draw(1)
     with gns.microbatch(N):
         F.cross_entropy(model(x), y).backward()
+
+
+def through_a_file(state: Any) -> Any:
+    """As ``torch.save`` and ``torch.load`` give it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def every_draw(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several gloo processes for a test."""
+"""Several gloo processes for a test, and what becomes of others."""
 
 import multiprocessing
+import os
 import socket
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,3 +53,26 @@ def spawn(
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     mp.start_processes(enter, (work, ranks, port, args), nprocs=ranks, start_method=method)
+
+
+def as_launched(rank: int, **more: str) -> None:
+    """The environment of one of two processes that a launcher has started."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **more}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there, and no zombie that nobody has asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -155,32 +155,3 @@ def test_experts(family: str) -> None:
     assert {n.split(".")[-1] for n in norms} >= {"gate_up_proj", "down_proj"}
     assert any("gate.weight" in n for n in norms)
     assert_norms(norms, truth, rtol=1e-4)
-
-
-def test_noise_scale_of_experts() -> None:
-    """Packed documents measure what they do one by one; padding between them is no sample."""
-    model, results = moe("mixtral"), []
-    tokens = torch.tensor(LENGTHS)
-    for packed in (True, False):
-        torch.manual_seed(2)
-        gns = gnsfast.GradientNoiseScale(model, source="global")
-        for _ in range(4):
-            batch = draw()
-            if packed:
-                batch = [F.pad(t, (0, 3)) for t in batch]
-                batch[1][0, -3:], batch[2][0, -3:] = torch.arange(3), -100
-                counted = F.pad(tokens, (0, 1))
-                starts = gnsfast.cu_seqlens(batch[1])
-                with gns.microbatch(len(counted), cu_seqlens=starts, tokens=counted):
-                    (of_ids(model, batch) / tokens.sum()).backward()
-            else:
-                for part in zip(*(t[0].split(LENGTHS) for t in batch)):
-                    n = len(part[0])
-                    with gns.microbatch(1, tokens=torch.tensor([n]), scale=n / sum(LENGTHS)):
-                        (of_ids(model, [t[None] for t in part]) / sum(LENGTHS)).backward()
-            gns.update()
-            model.zero_grad()
-        results.append(gns.compute())
-    for name in ("samples", "noise_scale", "trace", "grad_sqnorm"):
-        ours, theirs = (getattr(result, name) for result in results)
-        assert ours == pytest.approx(theirs, rel=1e-4)

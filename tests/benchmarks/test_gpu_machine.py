@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import runs, soon
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
@@ -154,12 +155,7 @@ def test_a_killed_run_is_resumed(
     text = log.read_text()
     child = text.split()[-1]
     assert began(text) == ["correctness", "ops", "routes"]
-    for _ in range(100):
-        if not Path(f"/proc/{child}/cmdline").exists() or gone(child):
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError(f"process {child} outlives the driver")
+    assert soon(lambda: not runs(child)), f"process {child} outlives the driver"
     files = packed(out)
     whole = [name for name in files if "records/" in name and "unfinished" not in name]
     assert whole == [f"records/2026-01-02-gpu-{part}.json" for part in ("correctness", "ops")]
@@ -179,12 +175,6 @@ def test_a_killed_run_is_resumed(
 
     assert drive(again, "--again", "step") == 0
     assert began((out / "gpu.log").read_text()) == ["step"]
-
-
-def gone(process: str) -> bool:
-    """Or a zombie that nobody has asked for."""
-    state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "Z"
 
 
 def test_a_part_that_ends_its_process(

@@ -3,11 +3,10 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import runs, soon
 
 pytest.importorskip("benchmarks")  # a wheel has none
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are seen in /proc")
@@ -22,22 +21,6 @@ child = subprocess.Popen({SLEEPS}, start_new_session=True)
 open(sys.argv[1], "w").write(str(child.pid))
 time.sleep(float(sys.argv[2]))
 """
-
-
-def soon(true: Callable[[], bool]) -> bool:
-    for _ in range(200):
-        if true():
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def runs(pid: str) -> bool:
-    """Not where it is a zombie that nobody has asked for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("how", ["stopped", "ended"])

@@ -22,7 +22,6 @@ from benchmarks import readme
 from benchmarks.model import plain as model_plain
 from benchmarks.model import step as model_step
 from benchmarks.model.gpu import ASSUMED, GPUS, Work  # noqa: E402
-from benchmarks.model.linear import KERNELS  # noqa: E402
 from benchmarks.model.plain import MODELS, between  # noqa: E402
 from benchmarks.model.step import step  # noqa: E402
 from gnsfast.functional import _links  # noqa: E402
@@ -122,17 +121,6 @@ def test_plain_parts_by_hand() -> None:
     parts = ("norms", "residual sums", "activations' casts", "activation", "heads")
     ends = (28 + 6 + 6) * n  # the last norm, and the casts between it and the head
     assert sum(eager[part].nbytes for part in parts) == blocks + ends
-
-
-def test_compiled_moves_less() -> None:
-    for model, B, T in ((GPT2, 16, 1024), (LLAMA, 8, 2048)):
-        for weights in (2, 4):
-            found = [between(model, B, T, weights, compiled=c).values() for c in (False, True)]
-            eager, compiled = (sum(parts, start=Work()) for parts in found)
-            assert compiled.nbytes < eager.nbytes
-            assert compiled.kernels < eager.kernels or weights == 2  # two stages of sums, no casts
-            more = sum(between(model, 2 * B, T, weights, compiled=False).values(), start=Work())
-            assert eager.nbytes < more.nbytes < 2 * eager.nbytes and more.kernels == eager.kernels
 
 
 def test_products() -> None:
@@ -241,16 +229,6 @@ def test_compiled_biases() -> None:
         step(H200, GPT2, 1024, 16, compiled=c).added["weight gradients"] for c in (False, True)
     ]
     assert found[1] - found[0] == pytest.approx(48 * 8e-6)
-
-
-def test_orders() -> None:
-    """On the device a faster kernel costs less, a slower loop more; a larger batch takes longer."""
-    shares = {name: step(H200, GPT2, 1024, 16, kernel=name).on_device for name in KERNELS}
-    assert shares["sm90"] < shares["triton wide"] < shares["triton"]
-    slower = step(H200, GPT2, 1024, 16, kernel="sm90", a=replace(ASSUMED, loop=0.7)).on_device
-    assert slower > shares["sm90"]
-    device = [step(H200, GPT2, 1024, B).device for B in (8, 16, 32)]
-    assert device == sorted(device)
 
 
 def test_processes() -> None:

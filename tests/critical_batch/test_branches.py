@@ -4,14 +4,13 @@
 import json
 import math
 import multiprocessing
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import branch_runs
 import pytest
 from branch_runs import LEVELS, MeasuredRun, ScriptedRun
+from processes import runs, soon
 
 from gnsfast.critical_batch.branches import (
     Branch,
@@ -300,26 +299,11 @@ def test_processes_end_with_a_parent_that_is_killed(
         target=measure, args=(ScriptedRun(), tmp_path / "folder"), kwargs=options
     )
     parent.start()
-    wait(lambda: says.exists() and says.read_text() != "")
-    assert parent.is_alive() and running(says.read_text())
+    assert soon(lambda: says.exists() and says.read_text() != "")
+    assert parent.is_alive() and runs(says.read_text())
     parent.kill()
     parent.join()
-    wait(lambda: not running(says.read_text()))
-
-
-def running(pid: str) -> bool:
-    """Whether a process is there, and no zombie that nobody has asked for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert soon(lambda: not runs(says.read_text()))
 
 
 @pytest.mark.second

@@ -11,7 +11,7 @@ from controller_cases import CHECK, UNKNOWN, at_least, feed, make, noise, warm
 
 import gnsfast
 from gnsfast.critical_batch import CriticalBatchFactor
-from gnsfast.critical_batch.control import BatchSizeController, cosine
+from gnsfast.critical_batch.control import cosine
 
 ENOUGH, LITTLE = noise(16.0), noise(15.99, 100.0, 300.0)
 
@@ -359,13 +359,6 @@ def test_apply_without_betas() -> None:
 def test_settings_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**change)
-
-
-def test_factor_is_required() -> None:
-    with pytest.raises(TypeError, match="factor"):
-        BatchSizeController(  # type: ignore[call-arg]
-            16, tokens_per_sample=1, total_tokens=1, max_batch_size=16
-        )
 
 
 def test_tokens_that_cannot_be() -> None:

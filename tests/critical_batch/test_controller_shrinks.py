@@ -20,12 +20,6 @@ def shrinking(**changes: Any) -> BatchSizeController:
     return warm(min_batch_size=8, **changes)
 
 
-def test_never_shrinks_by_default() -> None:
-    controller = warm()
-    feed(controller, [noise(1.0)] * 30)
-    assert controller.batch_size == 16
-
-
 def test_shrinks_at_the_last_of_patience_checks() -> None:
     controller = shrinking()
     assert feed(controller, [BELOW, BELOW, ABOVE, BELOW, BELOW]) == []

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise scale under Adam's metric: tr(PΣ) and GᵀPG against single samples in float64."""
 
-import io
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied, Updates, adam, loop_norms, metric_of
 from made import Made
-from noise_cases import I, N, check, draw, learn, make
+from noise_cases import I, N, check, draw, learn, make, through_a_file
 from test_estimator import NoWaiting
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -216,13 +215,11 @@ def test_killed_and_resumed() -> None:
         gns = gnsfast.GradientNoiseScale(model, window=4, metric="adam", optimizer=optimizer)
         train(model, gns, optimizer, updates[:stop])
         if stop < 8:
-            buffer = io.BytesIO()
-            torch.save([t.state_dict() for t in (model, optimizer, gns)], buffer)
+            states = through_a_file([t.state_dict() for t in (model, optimizer, gns)])
             model = make()
             optimizer = adam(model)
             gns = gnsfast.GradientNoiseScale(model, window=4, metric="adam", optimizer=optimizer)
-            buffer.seek(0)
-            for t, state in zip((model, optimizer, gns), torch.load(buffer)):
+            for t, state in zip((model, optimizer, gns), states):
                 t.load_state_dict(state)
             train(model, gns, optimizer, updates[stop:])
         results.append(gns)

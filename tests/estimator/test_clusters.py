@@ -2,7 +2,6 @@
 """Clusters of samples: every number is that of pairs of single samples in float64."""
 
 import copy
-import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 import test_documents as documents
 import torch
 import torch.nn.functional as F
+from noise_cases import through_a_file
 from processes import spawn
 from test_groups_in_models import Tied
 from torch import Tensor, nn
@@ -306,7 +306,6 @@ def test_resumed() -> None:
     """Also into an estimator that has not seen a cluster."""
     model, updates = make(), sizes()
     whole, first = gnsfast.GradientNoiseScale(model), gnsfast.GradientNoiseScale(model)
-    buffer = io.BytesIO()
     for k, [(ids, labels, clusters)] in enumerate(updates):
         for gns in (whole, first):
             with gns.microbatch(len(ids), clusters=clusters):
@@ -314,10 +313,9 @@ def test_resumed() -> None:
             gns.update()
             model.zero_grad()
         if k == 4:
-            torch.save(first.state_dict(), buffer)
-            buffer.seek(0)
+            state = through_a_file(first.state_dict())
             first = gnsfast.GradientNoiseScale(model)
-            first.load_state_dict(torch.load(buffer))
+            first.load_state_dict(state)
     assert of(whole.compute()) == of(first.compute())
     first.reset()  # the next micro-batch decides anew
     with first.microbatch(12):

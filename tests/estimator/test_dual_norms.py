@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise scales in the dual norms of sign and spectral descent, against single samples."""
 
-import io
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import KINDS, assert_numbers, expected, noise_scale, sample_grads
 from made import Made
-from noise_cases import draw, make
+from noise_cases import draw, make, through_a_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -210,11 +209,8 @@ def test_resume() -> None:
     whole = run(model, gnsfast.GradientNoiseScale(model, **metrics), data)
     first = gnsfast.GradientNoiseScale(model, **metrics)
     run(model, first, data[:7])
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
     second = gnsfast.GradientNoiseScale(model, **metrics)
-    second.load_state_dict(torch.load(file))
+    second.load_state_dict(through_a_file(first.state_dict()))
     assert run(model, second, data[7:]) == whole
     with pytest.raises(ValueError, match="dual"):
         gnsfast.GradientNoiseScale(model, metric="sign", window=8).load_state_dict(

@@ -2,7 +2,6 @@
 """``GradientNoiseScale`` against per-sample gradients, whatever scales, splits and stops it."""
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from noise_cases import I, N, check, draw, learn, make
+from noise_cases import I, N, check, draw, learn, make, through_a_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -262,12 +261,9 @@ def test_killed_and_resumed() -> None:
     b = gnsfast.GradientNoiseScale(first, window=4, every=2)
     run(whole, a, updates)
     run(first, b, updates[:5])
-    buffer = io.BytesIO()
-    torch.save(b.state_dict(), buffer)
-    buffer.seek(0)
     again = make()
     c = gnsfast.GradientNoiseScale(again, window=4, every=2)
-    c.load_state_dict(torch.load(buffer))
+    c.load_state_dict(through_a_file(b.state_dict()))
     run(again, c, updates[5:])
     assert a.compute() == c.compute()
     for key, value in a.state_dict().items():

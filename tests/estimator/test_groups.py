@@ -3,7 +3,6 @@
 
 import copy
 import importlib
-import io
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import test_documents as documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from noise_cases import through_a_file
 from processes import spawn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -206,7 +206,6 @@ def test_resumed() -> None:
     model, updates = make(), batches()
     whole = gnsfast.GradientNoiseScale(model, groups=NAMES)
     first = gnsfast.GradientNoiseScale(model, groups=NAMES)
-    buffer = io.BytesIO()
     for k, (groups, batch) in enumerate(updates):
         for gns in (whole, first):
             with gns.microbatch(len(groups), groups=groups):
@@ -214,10 +213,9 @@ def test_resumed() -> None:
             gns.update()
             model.zero_grad()
         if k == 5:
-            torch.save(first.state_dict(), buffer)
-            buffer.seek(0)
+            state = through_a_file(first.state_dict())
             first = gnsfast.GradientNoiseScale(model, groups=NAMES)
-            first.load_state_dict(torch.load(buffer))
+            first.load_state_dict(state)
     assert whole.compute().per_group["code"] == first.compute().per_group["code"]
 
 

@@ -79,8 +79,7 @@ def measure_compiled(model: nn.Module, updates: list[Any], **options: Any) -> gn
     return gns.compute()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend, tied", [("aot_eager", False), ("inductor", True)])
 def test_compiled(backend: str, tied: bool) -> None:
     """Batches of one size are one graph, however their samples divide into groups."""
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from noise_cases import through_a_file
 from torch import Tensor, nn
 
 from gnsfast import GradientNoiseScale, ObservationError, TwoBatchNoiseScale
@@ -269,7 +270,7 @@ def test_every_window_and_state() -> None:
     one, two = (TwoBatchNoiseScale(model, window=5, every=2) for _ in range(2))
     for _ in range(13):
         update(model, one)
-    two.load_state_dict(torch.load(_saved(one), weights_only=True))
+    two.load_state_dict(through_a_file(one.state_dict()))
     assert two.compute() == one.compute() and one.compute().updates == 5
     for gns in (one, two):
         torch.manual_seed(1)
@@ -283,15 +284,6 @@ def test_every_window_and_state() -> None:
     passes(model, two, 1)
     with pytest.raises(ObservationError, match="in the middle of an update"):
         two.state_dict()
-
-
-def _saved(gns: TwoBatchNoiseScale) -> Any:
-    import io
-
-    file = io.BytesIO()
-    torch.save(gns.state_dict(), file)
-    file.seek(0)
-    return file
 
 
 def test_an_overflow_is_skipped() -> None:

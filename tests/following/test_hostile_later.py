@@ -271,8 +271,8 @@ LISTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", [*HIDDEN, *LISTS])
 def test_samples_sorted_by_way_of_constants(kind: str) -> None:
-    """The first batches have equal lengths, so that the order shows nothing. What lists choose shows
-    in a batch that is looked at again, and the second one is.
+    """The first batches have equal lengths, so that the order shows nothing. What lists choose
+    shows in a batch that is looked at again, and the second one is.
     """
 
     def run(m: Any, x: Any) -> Tensor:

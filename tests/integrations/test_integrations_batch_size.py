@@ -2,7 +2,6 @@
 """A batch size that grows in Trainer: the same steps as another loop's, counted in its data."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from controller_cases import noise
-from processes import spawn
+from processes import as_launched, spawn
 from trainer_cases import (
     SCALED,
     Deaf,
@@ -268,8 +267,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def two_processes(rank: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    as_launched(rank)
     options = {"gradient_accumulation_steps": 1, "ddp_backend": "gloo", **OF_TWO}
     model = Model(0.0)
     trainer, controller = growing(

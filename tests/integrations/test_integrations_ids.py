@@ -2,7 +2,6 @@
 """A column of a Trainer's data set names the largest samples, against a loop over single ones."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from processes import spawn
+from processes import as_launched, spawn
 from test_integrations_packed import Bytes, Flattening
 from test_integrations_transformers import Plain, samples, trainer_of
 from torch import Tensor
@@ -182,8 +181,7 @@ def test_branches_train_without_the_column(tmp_path: Path) -> None:
 
 
 def two_processes(rank: int, folder: str, data: list[Named]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    as_launched(rank)
     log, found = Path(folder, "run.jsonl"), []
     for resume in (None, f"{folder}/checkpoint-2"):
         tracker = JSONLTracker(log) if rank == 0 and resume is None else None
@@ -209,8 +207,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def streamed(rank: int, folder: str, data: list[Named]) -> None:
     """Numbers; then text, of which each process reads its own; then text that cannot be sent."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    as_launched(rank)
     options: dict[str, Any] = dict(learning_rate=0.0, max_steps=STEPS, report_to=[], use_cpu=True)
     options |= dict(per_device_train_batch_size=N, gradient_accumulation_steps=2)
     options |= dict(save_strategy="no", disable_tqdm=True, ddp_backend="gloo")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning under FSDP 2 logs the noise scale of one process, and resumes bit for bit."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from oracle import loop_sqnorms
-from processes import each, spawn
+from processes import as_launched, each, spawn
 from test_integrations_lightning import UPDATES, N, Shared, Tiny, by_hand, data, fit
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -45,10 +44,9 @@ def strategy() -> ModelParallelStrategy:
 
 
 def run(monitor: GNSMonitor, folder: str, module: Tiny, **options: Any) -> pl.Trainer:
-    rank = str(torch.distributed.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GROUP_RANK": "0"}
-    os.environ["TORCHELASTIC_RUN_ID"] = "a test"  # Lightning then starts no processes of its own
+    # With the id of a run Lightning starts no processes of its own.
+    more = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "a test"}
+    as_launched(torch.distributed.get_rank(), **more)
     options = {"devices": 2, "strategy": strategy(), **options}
     return fit(monitor, Path(folder), module, **options)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer under FSDP 2 logs the noise scale of one process, and resumes bit for bit."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import transformers as hf
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from oracle import loop_sqnorms
-from processes import each, spawn
+from processes import as_launched, each, spawn
 from test_integrations_transformers import (
     STEPS,
     N,
@@ -42,9 +41,7 @@ def sharded_trainer(
     folder: Path, data: list[Sample], callback: GNSCallback, **options: Any
 ) -> hf.Trainer:
     """On a CPU Accelerate leaves FSDP out without a word, so it is told that these are GPUs."""
-    rank = str(torch.distributed.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    as_launched(torch.distributed.get_rank(), OMP_NUM_THREADS="1")
     create = hf.Trainer.create_accelerator_and_postprocess
 
     def as_on_gpus(trainer: hf.Trainer) -> None:

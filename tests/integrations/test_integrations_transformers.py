@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer's logged noise scale is that of a hand-written loop over the same batches."""
 
-import os
 import types
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import trainer_cases
 import transformers as hf
 from controller_cases import Lines
-from processes import spawn
+from processes import as_launched, spawn
 from torch import Tensor, nn
 
 import gnsfast
@@ -355,8 +354,7 @@ def test_two_losses_in_a_step(tmp_path: Path) -> None:
 
 
 def two_processes(rank: int, folder: str, data: list[Sample]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    as_launched(rank)
     callback = GNSCallback()
     trainer = trainer_of(tiny_gpt(), data, Path(folder), callback, ddp_backend="gloo")
     trainer.train()

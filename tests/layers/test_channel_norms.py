@@ -9,6 +9,7 @@ from layers import (
     assert_as_loop,
     assert_layer,
     error_against_loop,
+    in_a_block,
     loop_errors_at_dtype,
     plain,
     scattered,
@@ -54,13 +55,6 @@ def make(name: str, d: int = 2) -> nn.Module:
 
 def drawn(B: int, d: int = 2) -> Tensor:
     return torch.randn(B, C, *SPATIAL[d]) + torch.randn(C, *(1,) * d)
-
-
-def in_a_block(layer: nn.Module, x: Tensor, B: int) -> Tensor:
-    with gnsfast.per_sample_sqnorms(layer, B):
-        y: Tensor = layer(x)
-        y.sum().backward()
-    return y
 
 
 @pytest.mark.parametrize("B", [1, 4])

@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import (
-    assert_as_loop,
-    assert_layer,
-    plain,
-)
+from layers import assert_as_loop, assert_layer, in_a_block, plain
 from made import Made
 from torch import Tensor, nn
 
@@ -40,13 +36,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 
 def drawn(B: int, d: int = 2) -> Tensor:
     return torch.randn(B, 4, *SIZES[d])
-
-
-def in_a_block(layer: nn.Module, x: Tensor, B: int) -> Tensor:
-    with gnsfast.per_sample_sqnorms(layer, B):
-        y: Tensor = layer(x)
-        y.sum().backward()
-    return y
 
 
 @pytest.mark.parametrize("options", GEOMETRIES.values(), ids=GEOMETRIES.keys())

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from noise_cases import assert_same
 from processes import each, spawn
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -290,6 +292,7 @@ def resumed(rank: int, ranks: int, folder: Path, half: str) -> None:
     updates = [in_one(u) for u in batches_of(2, 1, 4)]
     model = shard(make())
     gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
+    assert isinstance(gns, Stateful)
     middle, own = UPDATES // 2, 2 // ranks
     if half == "second":
         dcp.load({"gns": gns}, checkpoint_id=folder)
@@ -298,7 +301,9 @@ def resumed(rank: int, ranks: int, folder: Path, half: str) -> None:
     if half == "first":
         dcp.save({"gns": gns}, checkpoint_id=folder)
     else:
-        check(found, measure(alone(model := make()), model, updates))
+        truth = measure(alone(model := make()), model, updates)
+        check(found, truth)
+        assert_same(found.compute(), truth.compute(), 1e-6)
 
 
 @pytest.mark.parametrize("first, then", [(2, 1), (1, 2), (2, 2)])

@@ -25,9 +25,7 @@ def kept(rank: int) -> None:
     data = torch.randn(2, 2 * B, D)
     data[1, 5] *= 9
     for wrap in (DistributedDataParallel, fully_shard):
-        torch.manual_seed(1)
-        plain = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh(), torch.nn.Linear(D, 3))
-        expected = []
+        plain, expected = small(), []
         for update, x in enumerate(data):
             own = []
             for b in range(2 * B):
@@ -38,11 +36,7 @@ def kept(rank: int) -> None:
         wrapped: Any = wrap(plain)
         gns = gnsfast.GradientNoiseScale(wrapped, keep_largest=2 * B)
         for update, x in enumerate(data):
-            own_x = x[rank * B : (rank + 1) * B]
-            with gns.microbatch(B, ids=[f"{update} {rank * B + b}" for b in range(B)]):
-                F.cross_entropy(wrapped(own_x), own_x[:, :3].argmax(1)).backward()
-            gns.update()
-            wrapped.zero_grad()
+            measure(gns, rank, update, x)
         found = gns.largest()
         for one, (share, name, sqnorm) in zip(found, sorted(expected, reverse=True), strict=True):
             assert one.id == name

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import assert_wgrad, loop
 from signed import Signed
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
@@ -25,18 +25,6 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS = Signed(operators)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts and orders programs")
 SMALL = Config(16, 16, 16, 4, 2)
-
-
-def loop(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """dW and the squared norms [B + 1], sample by sample in float64."""
-    g = torch.stack([b.T @ a for a, b in zip(x.double(), dy.double())])
-    g = torch.cat([g, g.sum(0, keepdim=True)])
-    return g[-1], g.square().sum((1, 2))
-
-
-def assert_close(got: Tensor, want: Tensor) -> None:
-    scale = want.abs().max().item()
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * scale * (want.ndim == 2))
 
 
 # GPT-2, a model of a billion parameters, Llama-3-8B: I, O, tokens of a sample.
@@ -104,16 +92,15 @@ def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatc
         dw, rows = torch.empty(48, 32, device=device), torch.empty(1 + metric, B + 2, device=device)
         of_metric = (v, constants) if metric else None
         linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, metric=of_metric)
-        want = loop(x, dy)
-        assert_close(dw, want[0])
-        assert_close(rows[0, :-1], want[1])
+        assert_wgrad(dw, rows[0, :-1], loop(x, dy))
         plan = balance(6, B, programs, 1, mixed=not metric)
         assert plan.programs <= programs
         if metric:
             g = dy.double().mT @ x.double()
             p = 1 / (v.double().sqrt() + 1)
             g = torch.cat([g, g.sum(0, keepdim=True)])
-            assert_close(rows[1, :-1], (p * g.square()).sum((1, 2)))
+            sqnorm_B1 = (p * g.square()).sum((1, 2))
+            torch.testing.assert_close(rows[1, :-1].double(), sqnorm_B1, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("programs, height", [(3, 16), (9, 4), (40, 1)])
@@ -129,12 +116,12 @@ def test_a_tile_of_many_parts(
     dw, rows = torch.ones(20, 15, device=device), torch.empty(1 + metric, 39, device=device)
     of_metric = (v, constants) if metric else None
     linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, add=True, metric=of_metric)
-    want = loop(x, dy)
-    assert_close(dw, want[0] + 1)
-    assert_close(rows[0, :-1], want[1])
+    want, sqnorm_B1 = loop(x, dy)
+    assert_wgrad(dw, rows[0, :-1], (want + 1, sqnorm_B1))
     if metric:
-        g = torch.cat([dy.double().mT @ x.double(), want[0][None]])
-        assert_close(rows[1, :-1], (g.square() / (v.double().sqrt() + 1)).sum((1, 2)))
+        g = torch.cat([dy.double().mT @ x.double(), want[None]])
+        sqnorm_B1 = (g.square() / (v.double().sqrt() + 1)).sum((1, 2))
+        torch.testing.assert_close(rows[1, :-1].double(), sqnorm_B1, rtol=1e-5, atol=0)
     squares = linear_plan.Squares(20, 15, SMALL, balance(2, 37, programs, 1))
     how = linear_plan.plan((37, 2), squares, None, row_stride=39, processors=programs)
     constants = how.launch.values[len(linear_plan.FIXED) :]
@@ -166,9 +153,7 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
     pairs = (wide[..., :N].contiguous(), dtype == F32), (wide[..., 3:], dtype == BF16)
     for dy, weight in pairs:
         _, db, rows, _ = KERNELS.linear_wgrad(x, dy, weight, True, False, F32)
-        want = loop(torch.ones_like(x[..., :1]), dy)
-        assert_close(db[:, None], want[0])
-        assert_close(rows[-1, :-1], want[1])
+        assert_wgrad(db[:, None], rows[-1, :-1], loop(torch.ones_like(x[..., :1]), dy))
         assert (rows[:, -1] == 1.0).all()
 
 
@@ -183,9 +168,8 @@ def test_bias_of_several_samples_a_step_under_a_metric(
     _, db, rows, _ = KERNELS.linear_wgrad(dy, dy, False, True, False, F32, **more)
     g = dy.double().sum(1)
     g = torch.cat([g, g.sum(0, keepdim=True)])
-    assert_close(db[:, None], g[-1][:, None])
     for row, p in zip(rows, (torch.ones_like(v.double()), 1 / (v.double().sqrt() * 2 + 0.5))):
-        assert_close(row[:-1], (p * g.square()).sum(1))
+        assert_wgrad(db, row[:-1], (g[-1], (p * g.square()).sum(1)))
         assert row[-1] == 1.0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import assert_gradient, assert_rows
 from signed import Signed
 from torch import Tensor
 
@@ -19,22 +20,6 @@ from gnsfast.triton_kernels import conv, norms, operators  # noqa: E402
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS, REFERENCE = Signed(operators), Signed(reference)
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-
-
-def assert_rows(rows_PB: Tensor, g_PB: list[Tensor]) -> None:
-    """Each parameter's probe row against its samples' float64 gradients [B, ...]."""
-    assert rows_PB.dtype == F32 and len(rows_PB) == len(g_PB)
-    for row, g in zip(rows_PB, g_PB):
-        norms_B = g.flatten(1).square().sum(1)
-        want = torch.cat([norms_B, g.sum(0).square().sum()[None], norms_B.new_ones(1)])
-        torch.testing.assert_close(row.double(), want, rtol=1e-5, atol=1e-12)
-
-
-def assert_gradient(grad: Tensor, g: Tensor) -> None:
-    """A float32 gradient against the sum of its samples' float64 ones."""
-    want = g.sum(0)
-    scale = want.abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("T", [1, 9, 70])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import assert_wgrad, draw, loop
 from layouts import LAYOUTS
 from signed import Signed
 from torch import Tensor
@@ -43,27 +44,6 @@ SHAPES = {
     "no sample": (0, 9, 16, 8),
     "no token": (3, 0, 16, 8),
 }
-
-
-def draw(B: int, T: int, I: int, O: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Samples of very different size: an error in a small one must not hide behind a large one."""
-    scale = torch.logspace(-2, 0, B)[:, None, None]
-    x, dy = torch.randn(B, T, I) * scale, torch.randn(B, T, O)
-    return x.to(device, dtype), dy.to(device, dtype)
-
-
-def loop(x_BTI: Tensor, dy_BTO: Tensor) -> tuple[Tensor, Tensor]:
-    """dW and the squared norms [B + 1], sample by sample in float64."""
-    g = [dy.T @ x for x, dy in zip(x_BTI.double().unbind(), dy_BTO.double().unbind())]
-    dw = sum(g, torch.zeros(dy_BTO.shape[2], x_BTI.shape[2], device=x_BTI.device).double())
-    return dw, torch.stack([*(one.square().sum() for one in g), dw.square().sum()])
-
-
-def assert_wgrad(dw: Tensor, sqnorm_B1: Tensor, want: tuple[Tensor, Tensor]) -> None:
-    """float32 gradients and every norm within 1e-5."""
-    scale = want[0].abs().max().item() if want[0].numel() else 0.0
-    torch.testing.assert_close(dw.double(), want[0], rtol=1e-5, atol=1e-5 * scale)
-    torch.testing.assert_close(sqnorm_B1.double(), want[1], rtol=1e-5, atol=0)
 
 
 def is_aligned(t: Tensor) -> bool:

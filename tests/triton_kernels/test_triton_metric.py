@@ -6,6 +6,7 @@ one, else in Triton's interpreter.
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import EPS, S, assert_gradient, assert_rows, draw
 from signed import Signed
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from gnsfast.triton_kernels import configs, linear_wgrad, operators  # noqa: E40
 
 F32, BF16 = torch.float32, torch.bfloat16
 KERNELS = Signed(operators)
-S, EPS = 1.5, 1e-3
 
 
 def moments(*shape: int) -> Tensor:
@@ -31,24 +31,6 @@ def constants(parameters: int) -> Tensor:
     return torch.tensor([[S, EPS]] * parameters, dtype=torch.float64)
 
 
-def assert_rows(rows: Tensor, g_PB: list[Tensor], v_P: list[Tensor]) -> None:
-    """Rows [2P, B + 2] against the samples' float64 gradients [B, ...] and P made anew."""
-    ones = [torch.ones_like(v) for v in v_P]
-    p_P = [1 / (v.double().sqrt() * S + EPS) for v in v_P]
-    assert rows.dtype == F32 and len(rows) == 2 * len(g_PB)
-    for row, g, p in zip(rows, g_PB * 2, ones + p_P):
-        g = torch.cat([g, g.sum(0, keepdim=True)])
-        want = (p.to(g) * g.square()).flatten(1).sum(1)
-        torch.testing.assert_close(row[:-1].double(), want, rtol=1e-5, atol=1e-12)
-        assert row[-1] == 1.0
-
-
-def assert_gradient(grad: Tensor, g: Tensor) -> None:
-    want = g.sum(0)
-    scale = want.abs().max().item() if want.numel() else 0.0
-    torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-5 * scale)
-
-
 # B, T, I, O: tiles are 128 x 64 and more.
 SHAPES = {
     "several tiles": (2, 70, 72, 136, BF16),
@@ -59,12 +41,6 @@ SHAPES = {
     "no token": (3, 0, 16, 8, F32),
     "no sample": (0, 9, 16, 8, F32),
 }
-
-
-def draw(B: int, T: int, I: int, O: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    scale = torch.logspace(-2, 0, B)[:, None, None]
-    x, dy = torch.randn(B, T, I) * scale, torch.randn(B, T, O)
-    return x.to(device, dtype), dy.to(device, dtype)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
