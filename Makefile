@@ -18,7 +18,7 @@ TRITON_TESTS = $(LAYER_TESTS) --deselect=tests/layers/test_linear_wgrad.py::test
 	$(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half,$(MODEL_TESTS))
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
-	following/test_uses.py cli/test_cli.py integrations/test_integrations_trackers.py \
+	following/test_shared_weights.py cli/test_cli.py integrations/test_integrations_trackers.py \
 	triton_kernels/test_triton_linear.py::test_agrees_with_the_reference)
 # The launches of an sm_80 differ only where linear layers have no descriptors. Those of an sm_100 are those of an sm_90 in
 # Triton's first intermediate form, but for one tile, and make proof compiles each kernel for it.

@@ -4,6 +4,8 @@
 import io
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,6 +34,15 @@ def learn(model: nn.Module) -> None:
 def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:
     """Mostly of one class, so that |G|² is far from zero."""
     return [(torch.randn(n, I), (torch.rand(n) < 0.1).long()) for _ in range(count)]
+
+
+@contextmanager
+def one_update(gns: Any, n: Any, **given: Any) -> Iterator[None]:
+    """Of the micro-batch in the block."""
+    with gns.microbatch(n, **given):
+        yield
+    gns.update()
+    gns.model.zero_grad()
 
 
 def measured(gns: Any, model: nn.Module) -> None:

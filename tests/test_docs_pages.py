@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import gnsfast
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,7 +107,3 @@ def test_commands_and_their_options_exist() -> None:
         used = set(re.findall(r"(?<= )--[a-z-]+", arguments))
         assert used <= {*options, "--help"}, match[0]
     assert {match[1].strip() for match in found if match[1]} == set(commands)
-
-
-def test_citation_is_of_this_version() -> None:
-    assert f"\nversion: {gnsfast.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from adam_cases import Tied, Updates, adam, loop_norms, metric_of
 from made import Made
-from noise_cases import I, N, check, draw, learn, make, through_a_file
+from noise_cases import I, N, check, draw, learn, make, one_update, through_a_file
 from test_estimator import NoWaiting
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -286,7 +286,5 @@ def test_nothing_waits_for_the_device(source: str) -> None:
     learn(model)
     with NoWaiting():
         for x, y in draw(3):
-            with gns.microbatch(N):
+            with one_update(gns, N):
                 F.cross_entropy(model(x), y).backward()
-            gns.update()
-            model.zero_grad()

@@ -11,7 +11,7 @@ import pytest
 import test_documents as documents
 import torch
 import torch.nn.functional as F
-from noise_cases import through_a_file
+from noise_cases import one_update, through_a_file
 from processes import spawn
 from test_groups_in_models import Tied
 from torch import Tensor, nn
@@ -254,10 +254,8 @@ def test_tokens_scaler_and_padding() -> None:
         for row, n in zip(labels, tokens):
             row[n:] = -100
         scale = 0.5 + at / 10
-        with gns.microbatch(6, tokens=tokens, scale=scale, clusters=clusters):
+        with one_update(gns, 6, tokens=tokens, scale=scale, clusters=clusters):
             scaler.scale(scale * loss_of(model, ids, labels)).backward()
-        gns.update()
-        model.zero_grad()
         u = (scale * tokens / tokens.sum()).double()[:5]
         g = grads_of(model, (ids[:5], labels[:5], None))
         single.append((g, u, torch.tensor(clusters[:5])))
@@ -276,10 +274,8 @@ def test_packed_documents(kind: str) -> None:
     for _ in range(6):
         batch = documents.draw()
         starts = gnsfast.cu_seqlens(batch[1])
-        with gns.microbatch(n, cu_seqlens=starts, tokens=tokens, clusters=clusters):
+        with one_update(gns, n, cu_seqlens=starts, tokens=tokens, clusters=clusters):
             (documents.packed_loss(called, batch) / tokens.sum()).backward()
-        gns.update()
-        model.zero_grad()
         wide, rows = copy.deepcopy(model).double(), []
         for document in zip(*(t[0].split(documents.LENGTHS) for t in batch)):
             loss = documents.packed_loss(wide, tuple(t[None] for t in document))
@@ -296,10 +292,8 @@ def test_documents_in_a_shared_weight_that_is_compiled() -> None:
     gns, starts = gnsfast.GradientNoiseScale(model), gnsfast.cu_seqlens(batch[1])
     for match in ("", "tokens.weight: compiled code uses it several times"):
         with pytest.raises(gnsfast.ObservationError, match=match) if match else nullcontext():
-            with gns.microbatch(5, cu_seqlens=starts, tokens=tokens, clusters=[1, 1, 1, 2, 2]):
+            with one_update(gns, 5, cu_seqlens=starts, tokens=tokens, clusters=[1, 1, 1, 2, 2]):
                 documents.packed_loss(compiled, batch).backward()
-            gns.update()
-            model.zero_grad()
 
 
 def test_resumed() -> None:
@@ -308,10 +302,8 @@ def test_resumed() -> None:
     whole, first = gnsfast.GradientNoiseScale(model), gnsfast.GradientNoiseScale(model)
     for k, [(ids, labels, clusters)] in enumerate(updates):
         for gns in (whole, first):
-            with gns.microbatch(len(ids), clusters=clusters):
+            with one_update(gns, len(ids), clusters=clusters):
                 loss_of(model, ids, labels).backward()
-            gns.update()
-            model.zero_grad()
         if k == 4:
             state = through_a_file(first.state_dict())
             first = gnsfast.GradientNoiseScale(model)
@@ -348,10 +340,8 @@ def test_clusters_of_one_sample() -> None:
     """They are single samples, which have nothing in common with another one."""
     gns = gnsfast.GradientNoiseScale(model := make())
     for [(ids, labels, _)] in sizes():
-        with gns.microbatch(12, clusters=[*range(12)]):
+        with one_update(gns, 12, clusters=[*range(12)]):
             loss_of(model, ids, labels).backward()
-        gns.update()
-        model.zero_grad()
     said = str(gns.compute()).splitlines()[-1]
     assert said.endswith("clusters of 1 sample, which have no correlation") and "nan" not in said
 
@@ -369,10 +359,8 @@ def test_an_overflow_is_skipped() -> None:
     model, updates = make(), sizes(7)
     gns = gnsfast.GradientNoiseScale(model)
     for k, [(ids, labels, clusters)] in enumerate(updates):
-        with gns.microbatch(12, clusters=clusters):
+        with one_update(gns, 12, clusters=clusters):
             (loss_of(model, ids, labels) * (torch.inf if k == 3 else 1.0)).backward()
-        gns.update()
-        model.zero_grad()
     del updates[3]
     truth(model, updates).check(of(gns.compute()))
 
@@ -396,10 +384,8 @@ def two_processes(rank: int) -> None:
         gns = gnsfast.GradientNoiseScale(each)
         for passes in updates:
             ids, labels, clusters = passes[rank]
-            with gns.microbatch(len(ids), clusters=clusters):
+            with one_update(gns, len(ids), clusters=clusters):
                 loss_of(each, ids, labels).backward()
-            gns.update()
-            each.zero_grad()
         expected.check(of(gns.compute()))
     parts = gnsfast.GradientNoiseScale(model)
     with parts.microbatch(6, clusters=[rank, rank, rank, 5, 5, 5]):

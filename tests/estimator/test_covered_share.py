@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import unseen
+from noise_cases import one_update
 from torch import Tensor, nn
 
 import gnsfast
@@ -36,10 +37,8 @@ def measured(model: nn.Module, updates: int = 3, **settings: Any) -> gnsfast.Noi
     gns = gnsfast.GradientNoiseScale(model, **settings)
     for x in torch.randn(updates, 8, 10):
         groups = {"groups": ["a", "b"] * 4} if settings else {}
-        with gns.microbatch(8, **groups):
+        with one_update(gns, 8, **groups):
             model(x).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
     return gns.compute()
 
 

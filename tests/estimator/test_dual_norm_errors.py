@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from noise_cases import N, draw, make
+from noise_cases import N, draw, make, one_update
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -115,10 +115,8 @@ def test_a_parameter_without_variance(seed: int) -> None:
     model = nn.Linear(5, 2)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
     for x in torch.randn(30, 8, 5) + 1:
-        with gns.microbatch(8):
+        with one_update(gns, 8):
             model(x).sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
     sign, spectral = gns.compute().sign, gns.compute().spectral
     for found in (sign, spectral):
         assert found.lower <= found.noise_scale <= found.upper

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import KINDS, assert_numbers, expected, noise_scale, sample_grads
 from made import Made
-from noise_cases import draw, make, through_a_file
+from noise_cases import draw, make, one_update, through_a_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -191,10 +191,8 @@ def test_scale_and_reduction_drop_out() -> None:
             model, metric=["sign", "spectral"], loss_reduction=reduction
         )
         for x, y in data:
-            with gns.microbatch(len(x), tokens=torch.full((len(x),), 1)):
+            with one_update(gns, len(x), tokens=torch.full((len(x),), 1)):
                 F.cross_entropy(model(x), y, reduction=reduction).backward()
-            gns.update()
-            model.zero_grad()
         results.append(gns.compute())
     for name in ("sign", "spectral"):
         a, b = (getattr(r, name) for r in results)
@@ -254,13 +252,11 @@ def test_a_pass_for_other_gradients() -> None:
         model, data = make(), draw(UPDATES)
         gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
         for x, y in data:
-            with gns.microbatch(8):
+            with one_update(gns, 8):
                 loss = F.cross_entropy(model(x.requires_grad_()), y)
                 if others:
                     torch.autograd.grad(3 * loss, x, retain_graph=True)
                 loss.backward()
-            gns.update()
-            model.zero_grad()
         found.append(gns.compute())
     assert found[0].sign == found[1].sign and found[0].spectral == found[1].spectral
 
@@ -338,10 +334,8 @@ def test_unequal_lengths(metric: str) -> None:
     whole: Any = 0.0
     for update, (x, y) in enumerate(draw(3, 5)):
         x = x.double()
-        with gns.microbatch(5, tokens=lengths):
+        with one_update(gns, 5, tokens=lengths):
             (F.cross_entropy(model(x), y, reduction="none") * u).sum().backward()
-        gns.update()
-        model.zero_grad()
         for name, g_B in sample_grads(model, loss_of_one, (x, y), 5).items():
             if metric == "spectral" and g_B.ndim < 3:
                 continue

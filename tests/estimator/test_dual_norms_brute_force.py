@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from noise_cases import one_update
 from torch import Tensor
 
 import gnsfast
@@ -59,10 +60,8 @@ def check(samples: int, layers: int, updates: int) -> None:
     exact = truth(model, data)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"], window=updates)
     for _ in range(updates):
-        with gns.microbatch(N):
+        with one_update(gns, N):
             tiny_gpt.loss_of(model, data[torch.randint(samples, (N,))]).backward()
-        gns.update()
-        model.zero_grad()
     found = gns.compute()
     for metric, (sigma, norm) in exact.items():
         scale = getattr(found, metric)

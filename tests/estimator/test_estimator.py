@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from noise_cases import I, N, check, draw, learn, make, through_a_file
+from noise_cases import I, N, check, draw, learn, make, one_update, through_a_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,11 +193,9 @@ def test_every_and_window() -> None:
     probes = []
     for batches in updates:
         ((x, y),) = batches
-        with gns.microbatch(N):
+        with one_update(gns, N):
             probes.append(type(model[0].weight) is not nn.Parameter)
             F.cross_entropy(model(x), y).backward()
-        gns.update()
-        model.zero_grad()
     assert probes == [True, False] * 6
     check(gns.compute(), expected(model, updates[6::2]))
 
@@ -228,11 +226,9 @@ def test_token_mean_with_unequal_lengths(each: bool) -> None:
     lengths_KB = (3.5 + 0.6 * torch.randn(3000, n)).exp().ceil()
     for lengths in lengths_KB:
         noise = own * torch.randn(n, 64) + token * torch.randn(n, 64) / lengths[:, None].sqrt()
-        with gns.microbatch(n, tokens=lengths if each else int(lengths.sum())):
+        with one_update(gns, n, tokens=lengths if each else int(lengths.sum())):
             # The weight's gradient is the input, summed over samples.
             (model(lengths[:, None] * (G + noise)).sum() / lengths.sum()).backward()
-        gns.update()
-        model.zero_grad()
     L = lengths_KB.double()
     # n times the noise of a batch's token mean: E[L² v(L)] / E[L]², v(L) = 64 (own² + token² / L).
     trace = 64 * (own**2 * L.square().mean() + token**2 * L.mean()) / L.mean() ** 2

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import unseen
 from made import Made
-from noise_cases import I, N, draw, make, measured
+from noise_cases import I, N, draw, make, measured, one_update
 from torch import Tensor, nn
 
 import gnsfast
@@ -100,10 +100,8 @@ def test_audit_of_a_layer_that_joins_later() -> None:
 
     model = Made(joining, a=nn.Linear(I, I), b=nn.Linear(I, I))
     gns = gnsfast.GradientNoiseScale(model)
-    with gns.microbatch(N):
+    with one_update(gns, N):
         model(torch.randn(N, I), False).square().mean().backward()
-    gns.update()
-    model.zero_grad()
     gns.compute()
     with pytest.raises(ObservationError, match=r"b\.weight: its norm for a sample"):
         with gns.microbatch(N):
@@ -220,10 +218,8 @@ def test_one_sample_alone_and_skipped_updates_change_nothing() -> None:
             n = 1 if step == 8 and odd == "one sample" else N
             [(x, y)] = draw(1, n)
             factor = math.nan if step == 8 and odd == "overflow" else 1.0
-            with gns.microbatch(n, tokens=torch.arange(1, n + 1) * 7):
+            with one_update(gns, n, tokens=torch.arange(1, n + 1) * 7):
                 (factor * F.cross_entropy(model(x), y)).backward()
-            gns.update()
-            model.zero_grad()
         results.append(gns.compute())
     assert [r.skipped for r in results] == [0, 1, 1]
     assert results[0].noise_scale == results[1].noise_scale == results[2].noise_scale

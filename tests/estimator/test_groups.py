@@ -10,7 +10,7 @@ import test_documents as documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from noise_cases import through_a_file
+from noise_cases import one_update, through_a_file
 from processes import spawn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -87,10 +87,8 @@ def measure(model: nn.Module, updates: list[Any], **settings: Any) -> gnsfast.No
     gns = gnsfast.GradientNoiseScale(model, groups=NAMES, **settings)
     for groups, batch in updates:
         factor = len(groups) if settings.get("loss_reduction") == "sum" else 1
-        with gns.microbatch(len(groups), groups=groups):
+        with one_update(gns, len(groups), groups=groups):
             (factor * loss_of(model, batch)).backward()
-        gns.update()
-        model.zero_grad()
     return gns.compute()
 
 
@@ -114,10 +112,8 @@ def test_groups(source: str) -> None:
     check(result, model, updates)
     plain = gnsfast.GradientNoiseScale(model, source=source)
     for groups, batch in updates:
-        with plain.microbatch(len(groups)):
+        with one_update(plain, len(groups)):
             loss_of(model, batch).backward()
-        plain.update()
-        model.zero_grad()
     assert result.noise_scale == pytest.approx(plain.compute().noise_scale, rel=1e-5)
     assert "\ncode: noise scale" in str(result)
     assert metrics(result)["gns/group/web"] == result.per_group["web"].noise_scale
@@ -208,10 +204,8 @@ def test_resumed() -> None:
     first = gnsfast.GradientNoiseScale(model, groups=NAMES)
     for k, (groups, batch) in enumerate(updates):
         for gns in (whole, first):
-            with gns.microbatch(len(groups), groups=groups):
+            with one_update(gns, len(groups), groups=groups):
                 loss_of(model, batch).backward()
-            gns.update()
-            model.zero_grad()
         if k == 5:
             state = through_a_file(first.state_dict())
             first = gnsfast.GradientNoiseScale(model, groups=NAMES)
@@ -265,11 +259,9 @@ def test_packed_documents(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
                 outside = torch.arange(T) >= tokens[:, None]
                 ids, places, labels = padded[0], padded[1].masked_fill(outside, 0), padded[2]
             asked = {"cu_seqlens": starts} if packed else {}
-            with gns.microbatch(5, groups=kinds, tokens=tokens, **asked):
+            with one_update(gns, 5, groups=kinds, tokens=tokens, **asked):
                 loss = documents.packed_loss(model, (ids, places, labels))
                 (loss / tokens.sum()).backward()
-            gns.update()
-            model.zero_grad()
         results.append(gns.compute())
         assert bool(called) == packed
         called.clear()
@@ -322,10 +314,8 @@ def two_processes(rank: int) -> None:
     gns = gnsfast.GradientNoiseScale(model, groups=NAMES)
     for pair in zip(updates[::2], updates[1::2]):
         groups, batch = pair[rank]
-        with gns.microbatch(len(groups), groups=groups):
+        with one_update(gns, len(groups), groups=groups):
             loss_of(model, batch).backward()
-        gns.update()
-        model.zero_grad()
     single, _ = dist.new_subgroups(group_size=1)
     plain = make()
     alone = gnsfast.GradientNoiseScale(plain, groups=NAMES, process_group=single)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from noise_cases import one_update
 from test_groups import NAMES, D, Model, V, batches, check, loss_of, measure
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -72,10 +73,8 @@ def measure_compiled(model: nn.Module, updates: list[Any], **options: Any) -> gn
     """The estimator holds the model, the loop calls it compiled."""
     compiled, gns = torch.compile(model, **options), gnsfast.GradientNoiseScale(model, groups=NAMES)
     for groups, batch in updates:
-        with gns.microbatch(len(groups), groups=groups):
+        with one_update(gns, len(groups), groups=groups):
             loss_of(compiled, batch).backward()
-        gns.update()
-        model.zero_grad()
     return gns.compute()
 
 

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from noise_cases import one_update
 from oracle import loop_sqnorms
 from torch import Tensor, nn
 
@@ -95,10 +96,8 @@ def test_a_sample_without_numbers_comes_first() -> None:
     for bad in (False, True):
         x = torch.randn(B, D)
         x[4] *= math.nan if bad else 1.0
-        with gns.microbatch(B):
+        with one_update(gns, B):
             mean_loss(model, x).backward()
-        gns.update()
-        model.zero_grad()
     assert gns.largest(1)[0].id == (1, 0, 0, 4)
 
 
@@ -106,10 +105,8 @@ def test_updates_that_are_not_measured_count() -> None:
     model = model_of()
     gns = gnsfast.GradientNoiseScale(model, keep_largest=1, every=2)
     for _ in range(4):
-        with gns.microbatch(B):
+        with one_update(gns, B):
             mean_loss(model, torch.randn(B, D)).backward()
-        gns.update()
-        model.zero_grad()
     assert sorted(one.update for one in gns.largest()) == [0, 2]
 
 
@@ -138,10 +135,8 @@ def test_updates_without_a_number() -> None:
     for bad in (slice(None), slice(2, 3)):
         x = torch.randn(B, D)
         x[bad] = math.nan
-        with gns.microbatch(B):
+        with one_update(gns, B):
             mean_loss(model, x).backward()
-        gns.update()
-        model.zero_grad()
     first, rest = gns.largest()[: B + 1], gns.largest()[B + 1 :]
     assert all(math.isnan(one.sqnorm) and one.parameters for one in first)
     assert len(rest) == B - 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import unseen
+from noise_cases import one_update
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -115,13 +116,11 @@ def test_flags_of_old_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(layer)
     gns = gnsfast.GradientNoiseScale(model, window=2)
     for twice in [True] + [False] * 9:
-        with gns.microbatch(4):
+        with one_update(gns, 4):
             loss = model(torch.randn(4, 5)).square().mean()
             loss.backward(retain_graph=twice)
             if twice:
                 loss.backward()
-        gns.update()
-        model.zero_grad()
     with pytest.raises(gnsfast.ObservationError, match="2 times"):
         gns.compute()
 
@@ -133,10 +132,8 @@ def test_parameters_are_audited_in_turns() -> None:
     gns = gnsfast.GradientNoiseScale(model)
     x = torch.randn(4, 3)
     for passes in range(1, 4):
-        with gns.microbatch(4):
+        with one_update(gns, 4):
             (model(x) + unseen.linear(x, model[70].weight)).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
         if passes < 3:
             gns.compute()
     with pytest.raises(gnsfast.ObservationError, match=r"70.weight: .*the part that was measured"):
@@ -195,10 +192,8 @@ def test_changed_parameters_are_refused_until_reset() -> None:
     gns = gnsfast.GradientNoiseScale(model)
 
     def step() -> None:
-        with gns.microbatch(6):
+        with one_update(gns, 6):
             model(torch.randn(6, 5)).square().mean().backward()
-        gns.update()
-        model.zero_grad()
 
     step()
     model[0].weight = nn.Parameter(torch.randn(4, 5))
@@ -241,11 +236,9 @@ def test_estimators_and_models_are_freed() -> None:
     gns = gnsfast.GradientNoiseScale(model)
     slabs = weakref.WeakSet()
     for B in range(2, 22):
-        with gns.microbatch(B):
+        with one_update(gns, B):
             model(torch.randn(B, 4)).square().mean().backward()
             slabs.add(gns._start().slab)
-        gns.update()
-        model.zero_grad()
     gns.compute()
     gc.collect()
     assert len(slabs) <= 9, "eight are kept, and that of the arithmetic"

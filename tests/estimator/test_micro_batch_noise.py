@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import assert_numbers, expected, sample_grads
 from made import Made
-from noise_cases import every_draw
+from noise_cases import every_draw, one_update
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -208,10 +208,8 @@ def test_one_unit() -> None:
     model = Everything()
 
     def single(gns: Any) -> None:
-        with gns.microbatch(B):
+        with one_update(gns, B):
             (loss_of(model, data[0]) / B).backward()
-        gns.update()
-        model.zero_grad()
 
     gns = gnsfast.GradientNoiseScale(model, **BOTH)
     with pytest.raises(gnsfast.ObservationError, match="1 pass on 1 process, and it takes 2"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from layers import Tied
+from noise_cases import one_update
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,10 +61,8 @@ def test_a_step_never_waits(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> No
     ids, y = torch.randint(0, 23, (2, 3, 9))
 
     def step() -> None:
-        with gns.microbatch(3):
+        with one_update(gns, 3):
             (loss_of(model, ids, y) / 3).backward()
-        gns.update()
-        model.zero_grad()
 
     step()
     step()

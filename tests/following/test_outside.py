@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from noise_cases import one_update
 from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -112,10 +113,8 @@ def test_a_part_of_a_function_is_left_out() -> None:
 def trained(model: nn.Module, head: Any, ids: Tensor, **options: Any) -> gnsfast.NoiseScale:
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum", **options)
     for _ in range(2):
-        with gns.microbatch(len(ids), scale=0.5):
+        with one_update(gns, len(ids), scale=0.5):
             (head.loss(model(ids), ids) * 0.5).backward()
-        gns.update()
-        model.zero_grad()
     return gns.compute()
 
 

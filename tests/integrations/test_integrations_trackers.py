@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from noise_cases import draw, make
+from noise_cases import draw, make, one_update
 
 import gnsfast
 from gnsfast.integrations.trackers import (
@@ -43,10 +43,8 @@ def test_metrics_of_a_run() -> None:
     model = make()
     gns = gnsfast.GradientNoiseScale(model)
     for x, y in draw(8):
-        with gns.microbatch(len(x)):
+        with one_update(gns, len(x)):
             torch.nn.functional.cross_entropy(model(x), y).backward()
-        gns.update()
-        model.zero_grad()
     result = gns.compute()
     assert result.resolved
     found = metrics(result, tokens=640, batch_tokens=80.0, per_module=True)

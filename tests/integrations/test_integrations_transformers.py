@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import trainer_cases
 import transformers as hf
 from controller_cases import Lines
+from noise_cases import one_update
 from processes import as_launched, spawn
 from torch import Tensor, nn
 
@@ -374,13 +375,11 @@ def test_scale_in_a_tensor() -> None:
             counts, scale = (batch["labels"] != -100).sum(1), torch.tensor(0.25 * (k + 1))
             tokens = torch.full((N,), torch.nan) if late else counts
             factor = torch.tensor(torch.nan) if late else float(scale)
-            with gns.microbatch(N, tokens=tokens, scale=factor):
+            with one_update(gns, N, tokens=tokens, scale=factor):
                 (model(**batch)["loss"] * scale).backward()
                 if late:
                     tokens.copy_(counts)
                     factor.copy_(scale)
-            gns.update()
-            model.zero_grad()
         results.append(gns.compute())
     assert results[0] == results[1] and results[0].updates == 3
     with pytest.raises(ValueError, match=r"not a tensor of shape \[2\]"):

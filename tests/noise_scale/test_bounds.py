@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from noise_cases import one_update
 from torch import nn
 
 import gnsfast
@@ -55,10 +56,8 @@ def test_samples_that_are_all_alike() -> None:
     gns = gnsfast.GradientNoiseScale(model)
     for _ in range(64):
         x = torch.randn(1, 20).expand(8, 20)
-        with gns.microbatch(8):
+        with one_update(gns, 8):
             model(x).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
     found = gns.compute()
     assert (found.lower, found.upper) == (0.0, RESOLUTION) and not found.drift
     assert str(found).startswith("noise scale at most 1e-05 samples (95 %), over the last 64")
@@ -80,10 +79,8 @@ def test_one_update_that_holds_most_of_the_noise() -> None:
     for k in range(40):
         x = 5 + 0.01 * torch.randn(8, 20).double()
         x[0] += torch.randn(20) if k == 20 else 0
-        with gns.microbatch(8):
+        with one_update(gns, 8):
             model(x).mean().backward()
-        gns.update()
-        model.zero_grad()
     found = gns.compute()
     assert str(found).startswith(f"noise scale at most {found.upper:,.4g} samples (95 %)")
     assert RESOLUTION < found.noise_scale < found.upper < 1 and not found.resolved

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from made import Made
+from noise_cases import one_update
 from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -277,10 +278,8 @@ def new_divide_factor(rank: int) -> None:
     model = make()
     fully_shard(model)
     gns = gnsfast.GradientNoiseScale(model)
-    with gns.microbatch(N):
+    with one_update(gns, N):
         F.cross_entropy(model(torch.randn(N, I)), torch.zeros(N).long()).backward()
-    gns.update()
-    model.zero_grad()
     model.set_gradient_divide_factor(1.0)
     with pytest.raises(gnsfast.ObservationError, match="was called since the first micro-batch"):
         with gns.microbatch(N):
@@ -295,10 +294,8 @@ def unused_on_one_rank(rank: int) -> None:
     wrapped = DistributedDataParallel(gate, find_unused_parameters=True)
     gns = gnsfast.GradientNoiseScale(wrapped)
     for _ in range(3):
-        with gns.microbatch(N):
+        with one_update(gns, N):
             wrapped(torch.randn(N, I)).square().sum().backward()
-        gns.update()
-        wrapped.zero_grad()
     assert gns.compute().updates == 3
 
 

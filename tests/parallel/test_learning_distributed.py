@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from noise_cases import one_update
 from oracle import assert_norms, loop_sqnorms
 from processes import each, spawn
 from test_distributed import Block
@@ -105,10 +106,8 @@ def agreed(rank: int) -> None:
     wrapped = DistributedDataParallel(model, static_graph=True)
     gns = gnsfast.GradientNoiseScale(wrapped)
     for _ in range(4):
-        with gns.microbatch(4):
+        with one_update(gns, 4):
             loss_of(wrapped, draw(4)).backward()
-        gns.update()
-        wrapped.zero_grad()
     found = gns.compute()
     assert found.updates == 3 and found.left_out == ("mixed.weight", "mixed.bias")
     rows = gnsfast.coverage(model).rows

@@ -9,6 +9,7 @@ import pytest
 import torch
 import unseen
 from made import Made
+from noise_cases import one_update
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -85,10 +86,8 @@ def test_any_change_begins_anew(change: Callable[[nn.Module], None]) -> None:
     gns = gnsfast.GradientNoiseScale(model)
 
     def step() -> None:
-        with gns.microbatch(6):
+        with one_update(gns, 6):
             model(torch.randn(6, 5)).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
 
     norms_of(model)
     model.zero_grad()
@@ -139,10 +138,8 @@ def test_blocks_of_an_estimator_and_of_norms_on_one_model() -> None:
         with pytest.raises(gnsfast.ObservationError, match="open on this model"):
             with gns.microbatch(6), gnsfast.per_sample_sqnorms(model, 6):
                 pass
-        with gns.microbatch(6):
+        with one_update(gns, 6):
             model(x).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
         norms_of(model)
         model.zero_grad()
     first, second = (gns.compute() for gns in estimators)
