@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import assert_as_loop, assert_autocast, plain, weighted_loss
+from layers import assert_as_loop, plain, weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -117,10 +117,6 @@ def test_metric(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.grad is not None
     weighed_B = (g_B / (v.sqrt() * s + eps)).sum((1, 2, 3))
     torch.testing.assert_close(probe.grad[:, :4], torch.stack([g_B.sum((1, 2, 3)), weighed_B]))
-
-
-def test_autocast() -> None:
-    assert_autocast(gnsfast.Bilinear(5, 6, 3), *batch_of(4, 7)[:2])
 
 
 def test_compiled() -> None:

@@ -15,7 +15,6 @@ from layers import (
     scattered,
     weighted_loss,
 )
-from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -179,11 +178,6 @@ def test_without_bias() -> None:
     assert_layer(scattered(gnsfast.GroupNorm(2, C, bias=False)), drawn(4), 4)
 
 
-def test_input_without_gradient() -> None:
-    layer, x, r = make("groups"), drawn(4), drawn(4)
-    assert_as_loop(layer, (x, r), 4, twin=plain(layer))
-
-
 def cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, C, 3, padding=1),
@@ -211,11 +205,6 @@ def test_model(compiled: bool) -> None:
         assert_as_loop(model, batch, B, run=run)
         assert gnsfast.coverage(model).covered_fraction == 1.0
         model.zero_grad()
-
-
-def test_called_twice() -> None:
-    model = Made(lambda m, x: m.norm(torch.tanh(m.norm(x))), norm=make("groups"))
-    assert_as_loop(model, (drawn(4), drawn(4)), 4)
 
 
 class Residual(nn.InstanceNorm2d):

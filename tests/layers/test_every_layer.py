@@ -75,7 +75,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert_half(layer.to(dtype), *(x.to(dtype) for x in inputs))
 
 
-@of("layer norm", "rms norm", "conv", "transposed conv", *CHANNELS)
+@of("bilinear", "layer norm", "rms norm", "conv", "transposed conv", *CHANNELS)
 def test_autocast(name: str) -> None:
     """Norms of float32 inputs are computed in float32."""
     layer, inputs = drawn(name)
