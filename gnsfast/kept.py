@@ -95,7 +95,10 @@ class _Found:
             if isinstance(t, Tensor):
                 if t.grad_fn is not None:  # a loss was added to it
                     t.detach_()
-                t.data.copy_(value)  # .data: graphs may hold it, and its numbers stay what they are
+                if t.shape == value.shape:
+                    t.data.copy_(value)  # graphs may hold it, so its version stays what it is
+                else:  # it has grown
+                    t.data = value
             elif t.flags.writeable:
                 t[...] = value
 

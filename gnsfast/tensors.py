@@ -76,8 +76,9 @@ def local_part(t: Any) -> Any:
 
 
 def map_tensors(pick: Callable[[Any], Any], tree: Any, kinds: Any = Tensor) -> Any:
-    """``pytree.tree_map_only(kinds, pick, tree)`` that also reaches tensors in dataclasses and in
-    mappings that are not dicts, such as transformers' ``BatchEncoding``. It copies these.
+    """``pytree.tree_map_only(kinds, pick, tree)`` that also reaches tensors in dataclasses, in
+    plain objects, and in mappings that are not dicts, such as transformers' ``BatchEncoding``. It
+    copies these.
     """
 
     def of(leaf: Any) -> Any:
@@ -88,11 +89,10 @@ def map_tensors(pick: Callable[[Any], Any], tree: Any, kinds: Any = Tensor) -> A
             for key, value in leaf.items():
                 whole[key] = map_tensors(pick, value, kinds)
             return whole
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if names := _fields(leaf):
             whole = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):  # as a frozen one's own __init__ sets them
-                value = map_tensors(pick, getattr(leaf, field.name), kinds)
-                object.__setattr__(whole, field.name, value)
+            for name in names:  # as a frozen one's own __init__ sets them
+                object.__setattr__(whole, name, map_tensors(pick, getattr(leaf, name), kinds))
             return whole
         return leaf
 
@@ -107,6 +107,16 @@ def tensors_of(tree: Any, kinds: Any = Tensor) -> list[Any]:
             found.append(leaf)
         elif isinstance(leaf, MutableMapping):
             found += tensors_of([*leaf.values()], kinds)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_of([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], kinds)
+        else:
+            found += tensors_of([getattr(leaf, name) for name in _fields(leaf)], kinds)
     return found
+
+
+def _fields(leaf: Any) -> list[str]:
+    """The attributes of a dataclass, or of a plain object that holds tensors."""
+    if isinstance(leaf, (type, Tensor, nn.Module)):
+        return []
+    if dataclasses.is_dataclass(leaf):
+        return [field.name for field in dataclasses.fields(leaf)]
+    own = getattr(leaf, "__dict__", {})
+    return [*own] if any(isinstance(value, Tensor) for value in own.values()) else []

@@ -4,6 +4,7 @@
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -123,7 +124,7 @@ class Batched(Heads):
         return super().forward(batch.x) * batch.mask[..., None]
 
 
-@pytest.mark.parametrize("kind", [Frozen, Named, Encoding, Plain])
+@pytest.mark.parametrize("kind", [Frozen, Named, Encoding, Plain, SimpleNamespace])
 def test_batches_that_are_one_object(kind: Callable[..., Any]) -> None:
     model, x, mask_BT = Batched(), torch.randn(B, T, D), torch.rand(B, T)
     batch = kind(x=x, mask=mask_BT)

@@ -533,3 +533,89 @@ def test_samples_that_meet_in_what_a_later_pass_is_the_first_to_take() -> None:
     model = Made(run, a=linear(), tasks=TASKS["list"]())
     found = [right_or_named(model, (torch.randn(5, D), task), 5) for task in (0, 2, 1)]
     assert found[0] and found[1] and not found[2]
+
+
+def trimmed(m: Any, x: Any) -> Tensor:
+    """Cut to the longest sample, as a packed sequence is when it is padded again."""
+    x, lengths = x
+    x = x[:, : int(lengths.max())]
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    return (m.last(m.first(x).tanh()) * mask[..., None]).sum(1)
+
+
+def test_samples_that_are_cut_to_the_longest() -> None:
+    model = Made(trimmed, first=linear(), last=linear())
+    for lengths in ([7, 3, 5, 4, 2, 6], [2, 3, 3, 6, 1, 1], [4, 7, 1]):
+        x = torch.randn(len(lengths), 7, D), torch.tensor(lengths)
+        assert len(right_or_named(model, x, len(lengths))) == 4
+
+
+def video(m: Any, x: Tensor) -> Tensor:
+    """Frames [B, T, 3, H, W] go through a convolution as one batch, and get a bias."""
+    h = m.conv(x.flatten(0, 1)) + m.bias
+    return m.last(h.relu().mean((2, 3)).view(*x.shape[:2], D).mean(1))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 3, 5), (4, 2, 7), (4, 5, 6), (3, 4, 5), (4, 3, 5)],
+        [(4, 1, 5), (4, 2, 5), (4, 5, 5), (4, 1, 5), (3, 3, 4)],
+    ],
+    ids=["several frames", "one frame first"],
+)
+def test_frames_of_any_number_and_size(shapes: list[tuple[int, int, int]]) -> None:
+    model = Made(video, conv=nn.Conv2d(3, D, 3), bias=torch.randn(D, 1, 1), last=linear())
+    for B, T, size in shapes:
+        assert len(right_or_named(model, torch.randn(B, T, 3, size, size), B)) == 5
+
+
+def of_images_and_texts(m: Any, x: Tensor) -> Tensor:
+    """One encoder, which flattens samples and tokens, for both."""
+    h = m.table(x) if x.dtype == torch.int64 else m.patches(x)
+    h = m.encoder(h.flatten(0, 1)).view(*h.shape[:2], D)
+    return m.last(h.tanh().mean(1))
+
+
+def test_images_and_texts_in_turn() -> None:
+    """What fits no batch before is learnt by itself, and known when it comes again."""
+    model = Made(of_images_and_texts, table=nn.Embedding(9, D), patches=linear(), encoder=linear())
+    model.last = linear()
+    found = []
+    for k in range(8):
+        texts, images = torch.randint(9, (4, 6 + k // 2)), torch.randn(4, 9, D)
+        found.append(right_or_named(model, images if k % 2 else texts, 4))
+    every = {name for name, _ in model.named_parameters()}
+    of_images, of_texts = every - {"table.weight"}, {n for n in every if "patches" not in n}
+    assert all(own >= (of_images if k % 2 else of_texts) for k, own in enumerate(found))
+
+
+def test_two_sequences_that_are_joined() -> None:
+    """The length of the whole is in proportion to neither."""
+
+    def joined(m: Any, x: Any) -> Tensor:
+        h = torch.cat([m.table(own) for own in x], 1)
+        return m.last(m.first(h.flatten(0, 1)).tanh().view(h.shape).mean(1))
+
+    model = Made(joined, table=nn.Embedding(9, D), first=linear(), last=linear())
+    for lengths in ((3, 7), (4, 9), (2, 6), (5, 5), (3, 8)):
+        x = tuple(torch.randint(9, (4, T)) for T in lengths)
+        assert len(right_or_named(model, x, 4)) == 5
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 4, 6), (8, 4, 4, 5), (6, 7, 5, 5, 5, 4, 6, 4)])
+def test_masks_and_times_as_long_as_there_are_samples(lengths: tuple[int, ...]) -> None:
+    """What had no samples in the first batch has none where its size is theirs by chance."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        ids, mask, times = x
+        h = m.table(ids) + m.of_time(times[:, None])
+        h = h + (h @ h.mT + mask).softmax(-1) @ m.value(h)
+        return m.last(h.flatten(0, 1)).view(h.shape)
+
+    model = Made(run, table=nn.Embedding(9, D), of_time=nn.Linear(1, D), value=linear())
+    model.last = linear()
+    for T in lengths:
+        mask = nn.Transformer.generate_square_subsequent_mask(T)
+        x = torch.randint(9, (4, T)), mask, torch.linspace(0, 1, T)
+        assert len(right_or_named(model, x, 4)) == 7
