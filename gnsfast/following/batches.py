@@ -210,9 +210,9 @@ class Batches:
 
     def _fail_in_another_order(self) -> None:
         """Note which parameters of those whose steps are told by their order have others now."""
-        for leaf in self._structure.leaves:
+        for leaf in [leaf for leaf in self._structure.leaves if leaf.is_ordered]:
             number, before = leaf.found.functions, len(leaf.steps)
-            if leaf.is_ordered and number and number != before:
+            if number and number != before:
                 leaf.fail(
                     f"{number} functions take it, and in the first batch {before} did, in some of "
                     "which the samples lie in another way"

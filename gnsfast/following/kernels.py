@@ -18,7 +18,7 @@ from gnsfast import functional
 from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
-from gnsfast.following.packed import reordered
+from gnsfast.following.packed import rows_at
 from gnsfast.following.uses import again, bare, begin, in_rows, trained
 
 
@@ -102,9 +102,9 @@ def grouped_mm(
     expert_N = torch.searchsorted(offs, rows_N, right=True)  # E stands for an expert elsewhere
     key_N, order_N = (expert_N * B + use.layout.owner_N).sort(stable=True)
     starts = torch.searchsorted(key_N, torch.arange(E * B + 1, device=key_N.device))
-    x = reordered(mat_a, order_N)
+    x = rows_at(mat_a, order_N)
     y = functional.grouped_linear(x, mat_b, None, starts, use.probe, transposed=True)
-    return reordered(y, order_N.argsort())
+    return rows_at(y, order_N.argsort())
 
 
 def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
@@ -385,9 +385,9 @@ def cross_entropy(
         own["links"] = _links(weight)
         return functional.linear_cross_entropy(x, bare(weight), labels, **own)
     order_N = use.layout.order_N
-    x, labels = reordered(x, order_N), labels[order_N]
+    x, labels = rows_at(x, order_N), labels[order_N]
     losses = functional.linear_cross_entropy(x, bare(weight), labels, **own)
-    return reordered(losses, order_N.argsort()) if losses.ndim else losses
+    return rows_at(losses, order_N.argsort()) if losses.ndim else losses
 
 
 def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:

@@ -95,21 +95,24 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
     return found
 
 
-class _Reordered(torch.autograd.Function):
-    """``x[order_N]`` for a permutation, which ``owners_of`` does not take for a choice of rows."""
+class _Rows(torch.autograd.Function):
+    """``x[index_N]`` for rows that differ, which ``owners_of`` does not take for a choice of the
+    data.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order_N: Tensor) -> Tensor:
-        ctx.save_for_backward(order_N)
-        return x[order_N]
+    def forward(ctx: Any, x: Tensor, index_N: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.rows = len(x)
+        return x[index_N]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (order_N,) = ctx.saved_tensors
-        return torch.empty_like(g).index_copy_(0, order_N, g), None
+        (index_N,) = ctx.saved_tensors
+        return g.new_zeros(ctx.rows, *g.shape[1:]).index_copy_(0, index_N, g), None
 
 
-reordered: Callable[[Tensor, Tensor], Tensor] = _Reordered.apply
+rows_at: Callable[[Tensor, Tensor], Tensor] = _Rows.apply
 
 
 def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen, B: int) -> Tensor:
@@ -117,9 +120,8 @@ def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen,
     those that are missing are zeros.
     """
     order_N, starts = chosen.order_N, chosen.starts(B)
-    rows_N = torch.arange(len(x_NI), device=x_NI.device)
+    T, numbers_N = int(starts.diff().max()), torch.arange(len(x_NI), device=x_NI.device)
     place_N = torch.empty_like(order_N)
-    place_N[order_N] = rows_N - starts[chosen.owner_N[order_N]]
-    x_BTI = x_NI.new_zeros(B, int(starts.diff().max()), x_NI.shape[1])
-    y_BTO = kernel(x_BTI.index_put((chosen.owner_N, place_N), x_NI))
-    return y_BTO[chosen.owner_N, place_N]
+    place_N[order_N] = numbers_N - starts[chosen.owner_N[order_N]]
+    x_BTI = x_NI.new_zeros(B, T, x_NI.shape[1]).index_put((chosen.owner_N, place_N), x_NI)
+    return rows_at(kernel(x_BTI).flatten(0, 1), chosen.owner_N * T + place_N)

@@ -226,8 +226,8 @@ class Use(NamedTuple):
             if self.plan.starts is None:
                 return packed.run_padded(kernel, x, self.layout, self.leaf.samples)
             order_N = self.layout.order_N
-            y = kernel(packed.reordered(x, order_N))
-            return packed.reordered(y, order_N.argsort())
+            y = kernel(packed.rows_at(x, order_N))
+            return packed.rows_at(y, order_N.argsort())
         if self.leaf.starts is None:
             return kernel(x)
         x, back = packed.in_order(x, self.layout, self.leaf)
