@@ -134,7 +134,7 @@ class Batches:
         self._refuse_shapes(given)
         if documents is None and self._learned is not None:
             self._later.see(given, self._learned)
-            own = self._apart.get(self._later.kind) or self._apart.get(_form_of(given))
+            own = self._apart.get(self._later.sizes) or self._apart.get(_form_of(given))
             if own is not None and own is not self._learned:
                 self._use(own)
             if self._may_learn_again:
@@ -340,7 +340,8 @@ class Batches:
         if new.reason or new.wrong or new.lost.keys() >= proof.lost.keys():
             self._use(trial.learned)
             return proof
-        self._apart[self._later.kind] = self._apart[_form_of(given)] = own
+        self._apart[self._later.sizes] = self._apart[_form_of(given)] = own
+        self._later.proofs += 8
         return new
 
     def _use(self, learned: Learned) -> None:
@@ -405,7 +406,8 @@ class Batches:
         self.is_half |= learned.is_half
         if not trial.is_part:
             self._learned, self.is_by_run = learned, self._block.run is not None
-            self._apart[_form_of(tensors_of(self._block.batch))] = learned
+            form = _form_of(tensors_of(self._block.batch))
+            self._apart[self._later.sizes] = self._apart[form] = learned
         if self._structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
         return prove(trial._replace(learned=learned))

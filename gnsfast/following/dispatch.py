@@ -117,6 +117,7 @@ def why_opaque(p: Tensor) -> str:
 
 
 COMPLEX = "it has complex numbers, and norms are measured of real ones"
+MADE_COMPLEX = "complex numbers are made of it, and norms are measured of real ones"
 
 
 def attach(leaf: Leaf, p: Any) -> None:
@@ -317,7 +318,7 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
             if not eager:
                 return NotImplemented
             for leaf in leaves:
-                leaf.fail(COMPLEX)
+                leaf.fail(MADE_COMPLEX)
             continue
         made = _expression(call, leaves, k, t, is_written, as_now)
         if eager:

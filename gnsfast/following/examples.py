@@ -190,15 +190,15 @@ KINDS = (Tensor, Listed)
 
 
 def sizes_of(given: list[Tensor], samples: int) -> list[list[int]]:
-    """How many parts, such as the frames of a video, each tensor of a batch has for a sample, and
-    how many elements at last; nothing if it has no samples.
+    """The dimensions of each tensor of a batch for a sample, as frames, rows and columns, and how
+    many of the first ones it has together; nothing if it has no samples.
     """
     sizes: list[list[int]] = []
     for t in given:
         own = [] if t.is_nested else [*t.shape]
         if samples and samples in own[:2]:
             own.remove(samples)
-            sizes.append([*accumulate(own, operator.mul)] or [1])
+            sizes.append([*accumulate(own, operator.mul), *own[1:]] or [1])
         else:
             sizes.append([])
     return sizes

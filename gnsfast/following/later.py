@@ -21,7 +21,8 @@ class Later:
     Of the others number 2, 8, 32, and so on show whether samples still do not meet.
 
     ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
-    number of this batch.
+    number of this batch. So many other sizes and modes give ``proofs``.
+    ``sizes`` are those of the samples of this batch.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
@@ -29,10 +30,12 @@ class Later:
         self.wrong: dict[str, str] = {}
         self.count = 0
         self._late: set[str] = set()  # what the last block gave its first gradient
+        self.proofs = SEVERAL
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
         self._sizes: list[list[int]] = []
+        self.sizes: tuple[tuple[int, ...], ...] = ()
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
@@ -44,6 +47,7 @@ class Later:
         what is ``learned``, which is this one by default.
         """
         self._sizes = sizes_of(given, self._passes.asked.samples)
+        self.sizes = tuple(map(tuple, self._sizes))
         if learned is not None and len(learned.sizes) == len(given):  # others hold none by chance
             held = zip(self._sizes, learned.sizes)
             self._sizes = [now if first else [] for now, first in held]
@@ -70,7 +74,7 @@ class Later:
         self.count += 1
         late = self._late & proof.unproven
         grown = {k for k, (now, first) in self._growth.sizes.items() if now != first}
-        is_first = len(self._proven) <= SEVERAL or not grown <= self._grown
+        is_first = len(self._proven) <= self.proofs or not grown <= self._grown
         is_other = self.kind not in self._proven and is_first
         if is_other:
             self._proven.add(self.kind)
@@ -119,4 +123,4 @@ class Later:
 
 
 SEVERAL = 2
-"""So many other sizes and modes prove it again."""
+"""So many other sizes and modes prove it again, and more for each that was learnt by itself."""

@@ -93,8 +93,10 @@ class Growth:
         is_plain, found = now == first, set()
         for k, (new, old) in self.sizes.items():
             is_plain |= now * old == first * new or now * old**2 == first * new**2
-            if old and new != old and (first * new - now * old) % (new - old) == 0:
-                found.add((k, (first * new - now * old) // (new - old)))
+            if old and new != old:
+                stay, rest = divmod(first * new - now * old, new - old)
+                if not rest and stay <= min(first, now):
+                    found.add((k, stay))
         if self.tried is not None:
             self.tried.setdefault(name, set()).update(found)
             return is_plain or bool(found)

@@ -583,8 +583,9 @@ def test_images_and_texts_in_turn() -> None:
     model.last = linear()
     found = []
     for k in range(8):
-        texts, images = torch.randint(9, (4, 6 + k // 2)), torch.randn(4, 9, D)
-        found.append(right_or_named(model, images if k % 2 else texts, 4))
+        B = 4 + k % 3
+        texts, images = torch.randint(9, (B, 6 + k // 2)), torch.randn(B, 9, D)
+        found.append(right_or_named(model, images if k % 2 else texts, B))
     every = {name for name, _ in model.named_parameters()}
     of_images, of_texts = every - {"table.weight"}, {n for n in every if "patches" not in n}
     assert all(own >= (of_images if k % 2 else of_texts) for k, own in enumerate(found))
