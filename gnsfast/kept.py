@@ -187,20 +187,30 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
     function of the model may run a backward pass of its own.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        grads = [(p, p.grad) for p in parameters]
-        kinds = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p, _ in grads]
-    hooks = [(own, dict(own)) for own in chain(*kinds) if own]
+        held = [(p, p.grad, [{**(own or {})} for own in _hooks_of(p)]) for p in parameters]
     try:
-        for own, _ in hooks:
-            own.clear()  # torch holds these very objects
-        for p, _ in grads:
+        for p, _, hooks in held:
             p.grad = None
+            if any(hooks):
+                _set_hooks(p, [{}, {}])
         yield
     finally:
-        for p, grad in grads:
+        for p, grad, hooks in held:
             p.grad = grad
-        for own, content in hooks:
-            own.update(content)
+            _set_hooks(p, hooks)
+
+
+def _hooks_of(p: Any) -> tuple[Any, Any]:
+    return p._backward_hooks, p._post_accumulate_grad_hooks
+
+
+def _set_hooks(p: Any, hooks: list[dict[Any, Any]]) -> None:
+    """Let a parameter have these hooks, in the very dictionaries that torch holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for own, content in zip(_hooks_of(p), hooks):
+            if own is not None and own != content:
+                own.clear()
+                own.update(content)
 
 
 @contextmanager

@@ -113,10 +113,13 @@ def tensors_of(tree: Any, kinds: Any = Tensor) -> list[Any]:
 
 
 def _fields(leaf: Any) -> list[str]:
-    """The attributes of a dataclass, or of a plain object that holds tensors."""
+    """The fields of a dataclass, or the tensors of a plain object that holds else only numbers and
+    text.
+    """
     if isinstance(leaf, (type, Tensor, nn.Module)):
         return []
     if dataclasses.is_dataclass(leaf):
         return [field.name for field in dataclasses.fields(leaf)]
     own = getattr(leaf, "__dict__", {})
-    return [*own] if any(isinstance(value, Tensor) for value in own.values()) else []
+    is_plain = all(isinstance(value, (Tensor, int, float, str)) for value in own.values())
+    return [name for name, value in own.items() if is_plain and isinstance(value, Tensor)]

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from gnsfast.following.checkpoints import not_reentrant
 from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import Later
+from gnsfast.following.layouts import Layout
 from gnsfast.following.leaf import Leaf, no_method
 from gnsfast.following.learning import Learned, Trial, learn, learn_skipped
 from gnsfast.following.options import EXCLUDED
@@ -63,7 +64,7 @@ class Batches:
         self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
-        self._apart: dict[Any, Learned] = {}  # what batches of some size, or form, have shown
+        self._known: dict[Any, Learned] = {}  # what batches of some size, or form, have shown
         self._later = Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -134,12 +135,14 @@ class Batches:
         self._refuse_shapes(given)
         if documents is None and self._learned is not None:
             self._later.see(given, self._learned)
-            own = self._apart.get(self._later.sizes) or self._apart.get(_form_of(given))
+            own = self._known.get(self._later.sizes) or self._known.get(self._later.form)
             if own is not None and own is not self._learned:
                 self._use(own)
             if self._may_learn_again:
                 is_new = self._later.is_new(self.proof)
-                if is_new or self._later.is_due:
+                if is_new or self._later.is_due:  # a loss alone shows nothing but by a proof
+                    results = self._learned.results
+                    is_new |= not any(isinstance(place, Layout) for place in results)
                     self._learn_again(is_new)
         self._later.fail_wrong()
         self.learn(structure.model, args, kwargs)
@@ -308,8 +311,8 @@ class Batches:
         structure, learned, later = self._structure, self._learned, self._later
         assert learned is not None
         args, kwargs = self._block.batch
-        held, B = [*map(bool, learned.sizes)], self._passes.asked.samples
-        batch = Example.of(args, kwargs, B, learned.arrangement, held)
+        held = learned.held if learned.form == self._later.form and any(learned.held) else ()
+        batch = Example.of(args, kwargs, self._passes.asked.samples, learned.arrangement, held)
         if batch is None or self._passes.is_reached:  # backward has begun
             return
         trial = self._trial(structure.model, structure.leaves, batch)
@@ -334,19 +337,29 @@ class Batches:
         """Learn a batch in which the samples lie in other ways than in those before, as an image
         does among texts, if that gives it the norms that are lost in its ``proof``.
         """
-        own, given = learn(trial), tensors_of(self._block.batch)
+        try:
+            own = learn(trial)
+        except Exception:  # the model's own, whatever it is: it takes another number of samples
+            return proof
         self._use(own)
         new = self._later.prove(trial._replace(learned=own))
         if new.reason or new.wrong or new.lost.keys() >= proof.lost.keys():
             self._use(trial.learned)
             return proof
-        self._apart[self._later.sizes] = self._apart[_form_of(given)] = own
+        self._know(own)
         self._later.proofs += 8
         return new
+
+    def _know(self, learned: Learned) -> None:
+        """Keep what the batch of the open block has shown, for batches of its size or its form."""
+        self._known[self._later.sizes] = learned
+        self._known.setdefault(self._later.form, learned)
+        self._later.use(learned)
 
     def _use(self, learned: Learned) -> None:
         """Let the parameters know what one of several batches has shown."""
         self._learned = learned
+        self._later.use(learned)
         learned.tell(self._structure.leaves, is_part=False)
         self._later.see(tensors_of(self._block.batch), learned)
 
@@ -372,6 +385,9 @@ class Batches:
                 tried = self._learned_from_one(trial, trial is trials[0], is_own)
                 if isinstance(tried, Proof):
                     found.append((trial.batch.arrangement, tried))
+            if found and (found[-1][1].reason or found[-1][1].left_out):
+                if (better := self._learned_without_one(trials[0])) is not None:
+                    return better
         if not found:
             return Proof(f"the model does not take some of the samples of its batch ({tried})")
         *others, (usual, proof) = found
@@ -384,10 +400,37 @@ class Batches:
                 return proof._replace(reason=unclear, wrong=wrong)
         return proof
 
-    def _learned_from_one(self, trial: Trial, is_usual: bool, is_own: bool) -> Proof | str:
-        """Learn from as many samples as the model takes, or say why it takes no number of them."""
+    def _learned_without_one(self, trial: Trial) -> Proof | None:
+        """Learn as if one tensor of the batch had as many entries as samples by chance, such as the
+        names of classes, and the proof of that; None if all is proven without none of them.
+        """
+        learned, batch = self._learned, trial.batch
+        held = [k for k, layout in enumerate(batch.layouts) if layout is not None]
+        if trial.is_part or self._groups or learned is None or len(held) < 2:
+            return None
+        found: list[tuple[Proof | None, Learned]] = []
+        for without in held if batch.n > FEW else ():
+            own = [k in held and k != without for k in range(len(batch.layouts))]
+            some = Example.of(batch.args, batch.kwargs, batch.n, batch.arrangement, own)
+            if some is not None:
+                tried = self._learned_from_one(trial._replace(batch=some), False, True, [FEW])
+                if isinstance(tried, Proof) and not (tried.reason or tried.left_out):
+                    found.append((tried, self._learned or learned))
+        proof, shown = found[0] if len(found) == 1 else (None, learned)
+        self._known.clear()
+        self._know(shown)
+        self._use(shown)
+        return proof
+
+    def _learned_from_one(
+        self, trial: Trial, is_usual: bool, is_own: bool, sizes: Sequence[int] = ()
+    ) -> Proof | str:
+        """Learn from as many samples as the model takes, or say why it takes no number of them, or
+        none of the ``sizes``.
+        """
         batch, groups, error = trial.batch, self._groups, ""
-        for n in dict.fromkeys((FEW,) if groups else (FEW, FEW + 1, FEW + 2, batch.n)):
+        usual = (FEW,) if groups else (FEW, FEW + 1, FEW + 2, batch.n)
+        for n in dict.fromkeys(sizes or usual):
             trial = trial._replace(example=batch.few(n))
             try:
                 learned = learn(trial)
@@ -406,8 +449,8 @@ class Batches:
         self.is_half |= learned.is_half
         if not trial.is_part:
             self._learned, self.is_by_run = learned, self._block.run is not None
-            form = _form_of(tensors_of(self._block.batch))
-            self._apart[self._later.sizes] = self._apart[form] = learned
+            self._known.clear()
+            self._know(learned)
         if self._structure.on_any(not is_own):
             return Proof("a process has no batch of several samples")
         return prove(trial._replace(learned=learned))
@@ -474,11 +517,6 @@ BLIND = (
 def _first_own(a: tuple[bool, Learned], b: tuple[bool, Learned]) -> tuple[bool, Learned]:
     """What the first of two processes has learnt that has samples of its own."""
     return a if a[0] or not b[0] else b
-
-
-def _form_of(given: list[Tensor]) -> tuple[Any, ...]:
-    """What tells images from texts."""
-    return tuple((t.ndim, t.is_floating_point()) for t in given)
 
 
 def _flaws(proof: Proof) -> tuple[bool, int]:

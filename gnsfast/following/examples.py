@@ -189,6 +189,11 @@ class Example(NamedTuple):
 KINDS = (Tensor, Listed)
 
 
+def form_of(given: list[Tensor]) -> tuple[Any, ...]:
+    """What tells a batch of images from one of texts."""
+    return tuple((t.ndim, t.is_floating_point()) for t in given)
+
+
 def sizes_of(given: list[Tensor], samples: int) -> list[list[int]]:
     """The dimensions of each tensor of a batch for a sample, as frames, rows and columns, and how
     many of the first ones it has together; nothing if it has no samples.

@@ -2,12 +2,13 @@
 """Which batches after the first one prove the norms again."""
 
 import random
+from collections import Counter
 from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
-from gnsfast.following.examples import sizes_of
+from gnsfast.following.examples import form_of, sizes_of
 from gnsfast.following.learning import Learned, Trial
 from gnsfast.following.passes import Passes
 from gnsfast.following.proof import Proof, prove
@@ -21,41 +22,52 @@ class Later:
     Of the others number 2, 8, 32, and so on show whether samples still do not meet.
 
     ``wrong`` are the parameters that they have shown to be wrong, with the reason. ``count`` is the
-    number of this batch. So many other sizes and modes give ``proofs``.
-    ``sizes`` are those of the samples of this batch.
+    number of this batch among those that lie as it does. So many other sizes and modes give
+    ``proofs``. ``sizes`` are those of the samples of this batch, and ``form`` is what tells images
+    from texts.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
         self._structure, self._passes, self._growth = structure, passes, structure.growth
         self.wrong: dict[str, str] = {}
-        self.count = 0
+        self._counts = Counter[int]()
+        self._learned: Learned | None = None
         self._late: set[str] = set()  # what the last block gave its first gradient
         self.proofs = SEVERAL
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
-        self._sizes: list[list[int]] = []
         self.sizes: tuple[tuple[int, ...], ...] = ()
+        self.form: tuple[Any, ...] = ()
 
     def begin(self, given: list[Tensor]) -> None:
         """Note the tensors of the first batch, which is proven by itself."""
         self.see(given)
-        self.count, self._proven = 1, {self.kind}
+        self._proven = {self.kind}
+
+    def use(self, learned: Learned) -> None:
+        """Begin to count the batches that lie as one that has been ``learned``, if it is new."""
+        self._learned = learned
+        self._counts[id(learned)] = self._counts[id(learned)] or 1
+
+    @property
+    def count(self) -> int:
+        """The number of this batch among those that lie as it does."""
+        return self._counts[id(self._learned)]
 
     def see(self, given: list[Tensor], learned: Learned | None = None) -> None:
-        """Note how much longer the samples of this batch are than those of the batch that has shown
-        what is ``learned``, which is this one by default.
+        """Note the sizes of this batch, and how much longer its samples are than those of the batch
+        that has shown what is ``learned``, which is this one by default.
         """
-        self._sizes = sizes_of(given, self._passes.asked.samples)
-        self.sizes = tuple(map(tuple, self._sizes))
-        if learned is not None and len(learned.sizes) == len(given):  # others hold none by chance
-            held = zip(self._sizes, learned.sizes)
-            self._sizes = [now if first else [] for now, first in held]
-        pairs = [*zip(self._sizes, self._sizes if learned is None else learned.sizes)]
-        both = [pair for now, first in pairs for pair in zip_longest(now[: len(first)], first)]
-        ends = [(now[0], first[0]) for now, first in pairs if now and first]
-        both.append((sum(now for now, _ in ends), sum(first for _, first in ends)))  # one list
-        self._growth.sizes = {k: (now, first) for k, (now, first) in enumerate(both) if now}
+        sizes = sizes_of(given, self._passes.asked.samples)
+        self.sizes, self.form = tuple(map(tuple, sizes)), form_of(given)
+        first = sizes if learned is None else learned.sizes if learned.form == self.form else []
+        pairs = [*zip(sizes, first)]
+        both = [pair for own, others in pairs for pair in zip_longest(own[: len(others)], others)]
+        ends = [(own[0], others[0]) for own, others in pairs if own and others]
+        found = {k: (now, old) for k, (now, old) in enumerate(both) if now}
+        found[JOINED] = sum(now for now, _ in ends), sum(old for _, old in ends)
+        self._growth.sizes = found if ends else {}
         self._growth.proven = {} if learned is None else learned.growth
 
     def end(self, proof: Proof) -> None:
@@ -71,10 +83,11 @@ class Later:
 
     def is_new(self, proof: Proof) -> bool:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
-        self.count += 1
+        self._counts[id(self._learned)] += 1
         late = self._late & proof.unproven
         grown = {k for k, (now, first) in self._growth.sizes.items() if now != first}
         is_first = len(self._proven) <= self.proofs or not grown <= self._grown
+        is_first |= not any(form == self.form for form, *_ in self._proven)
         is_other = self.kind not in self._proven and is_first
         if is_other:
             self._proven.add(self.kind)
@@ -118,9 +131,11 @@ class Later:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tells this batch from those that have proven it."""
-        sizes = [*map(tuple, self._sizes)]
-        return self._structure.model.training, self._passes.asked.samples, *sizes
+        return self.form, self._structure.model.training, self._passes.asked.samples, *self.sizes
 
+
+JOINED = -1
+"""The number of the size of all tensors together, such as two sequences that are concatenated."""
 
 SEVERAL = 2
 """So many other sizes and modes prove it again, and more for each that was learnt by itself."""

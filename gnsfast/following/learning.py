@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnsfast.errors import first_line
 from gnsfast.following.checkpoints import with_graphs
-from gnsfast.following.examples import FEW, USUAL, Arrangement, Example, sizes_of
+from gnsfast.following.examples import FEW, USUAL, Arrangement, Example, form_of, sizes_of
 from gnsfast.following.layouts import (
     FIRST,
     SHARED,
@@ -50,8 +50,9 @@ class Learned(NamedTuple):
     """What an example of ``n`` samples, which it holds in an ``arrangement``, has shown: where the
     samples lie in the model's results, whether it computes in half precision and whether it needs
     other processes, and by the name of a parameter the functions that take it, and those in which
-    it meets the data. ``sizes`` are those of the samples of its batch, ``growth`` is what later
-    ones have proven (``Growth.proven``).
+    it meets the data. ``sizes`` are those of the samples of its batch, which has this ``form``
+    (``form_of``) and ``held`` them in these arguments. ``growth`` is what later ones have proven
+    (``Growth.proven``).
     """
 
     n: int = FEW
@@ -62,6 +63,8 @@ class Learned(NamedTuple):
     steps: dict[str, list[Step]] = {}
     routes: dict[str, tuple[str, ...]] = {}
     sizes: list[list[int]] = []
+    form: tuple[Any, ...] = ()
+    held: tuple[bool, ...] = ()
     growth: dict[str, set[tuple[int, int]]] = {}
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
@@ -158,9 +161,20 @@ def learn(trial: Trial) -> Learned:
         collectives() != begun,
         {leaf.name: steps for leaf, steps in _steps(looks, n).items()},
         {leaf.name: tuple(uses) for leaf, uses in _routes(looks.base).items()},
-        sizes_of(tensors_of(trial.structure.given), trial.passes.asked.samples),
+        _sizes(trial),
+        form_of(tensors_of(trial.structure.given)),
+        tuple(layout is not None for layout in trial.batch.layouts),
         {},
     )
+
+
+def _sizes(trial: Trial) -> list[list[int]]:
+    """Those of the tensors that have samples (``sizes_of``)."""
+    given, layouts = trial.structure.given, trial.batch.layouts
+    sizes = sizes_of(tensors_of(given), trial.passes.asked.samples)
+    if trial.batch.arrangement.lists:  # what is in them has no layout of its own
+        return sizes
+    return [[] if layout is None else own for own, layout in zip(sizes, layouts)]
 
 
 def learn_skipped(trial: Trial) -> Learned:

@@ -114,7 +114,8 @@ class Look(TorchFunctionMode):
                 _mark(arguments[0], data)
             for t in found:
                 if of_data:
-                    _mark(t, DATA if name in UNFLATTENS and t.ndim > arguments[0].ndim else data)
+                    splits = name in UNFLATTENS and t.ndim > arguments[0].ndim
+                    _mark(t, DATA if splits and data is SORTED else data)
                 elif leaves and t.requires_grad and _mark_of(t) is None:
                     _mark(t, min(leaves, key=lambda leaf: leaf.index))
                     mark_made(t)

@@ -117,10 +117,12 @@ rows_at: Callable[[Tensor, Tensor], Tensor] = _Rows.apply
 
 def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen, B: int) -> Tensor:
     """``kernel(x_NI)`` of rows that the data have chosen, which sees as many rows of each sample:
-    those that are missing are zeros.
+    those that are missing are zeros. In a checkpoint, whose first run does not know the samples,
+    each gets as many as there are.
     """
-    order_N, starts = chosen.order_N, chosen.starts(B)
-    T, numbers_N = int(starts.diff().max()), torch.arange(len(x_NI), device=x_NI.device)
+    order_N, starts, N = chosen.order_N, chosen.starts(B), len(x_NI)
+    T = N if saves_nothing() or recomputing() else int(starts.diff().max())
+    numbers_N = torch.arange(N, device=x_NI.device)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = numbers_N - starts[chosen.owner_N[order_N]]
     x_BTI = x_NI.new_zeros(B, T, x_NI.shape[1]).index_put((chosen.owner_N, place_N), x_NI)

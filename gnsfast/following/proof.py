@@ -60,8 +60,8 @@ class Proof(NamedTuple):
 
     def later(self, other: "Proof") -> "Proof":
         """This proof after that of a later batch."""
-        if other.reason:
-            return self
+        if other.reason:  # of what is proven, only a loss can be seen to be wrong now
+            return self._replace(reason=self.reason or JOINED) if other.reason == JOINED else self
         of_loss = self.of_loss or other.of_loss
         return self._replace(unproven=self.unproven & other.unproven, of_loss=of_loss)
 
