@@ -30,7 +30,7 @@ class Later:
     def __init__(self, structure: Structure, passes: Passes) -> None:
         self._structure, self._passes, self._growth = structure, passes, structure.growth
         self.wrong: dict[str, str] = {}
-        self._counts = Counter[int]()
+        self._counts = Counter[Any]()
         self._learned: Learned | None = None
         self._late: set[str] = set()  # what the last block gave its first gradient
         self.proofs = SEVERAL
@@ -48,12 +48,16 @@ class Later:
     def use(self, learned: Learned) -> None:
         """Begin to count the batches that lie as one that has been ``learned``, if it is new."""
         self._learned = learned
-        self._counts[id(learned)] = self._counts[id(learned)] or 1
+        self._counts[self._counted_as] = self._counts[self._counted_as] or 1
 
     @property
     def count(self) -> int:
-        """The number of this batch among those that lie as it does."""
-        return self._counts[id(self._learned)]
+        """The number of this batch among those of its form that lie as it does."""
+        return self._counts[self._counted_as]
+
+    @property
+    def _counted_as(self) -> tuple[Any, ...]:
+        return id(self._learned), self.form
 
     def see(self, given: list[Tensor], learned: Learned | None = None) -> None:
         """Note the sizes of this batch, and how much longer its samples are than those of the batch
@@ -83,7 +87,7 @@ class Later:
 
     def is_new(self, proof: Proof) -> bool:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
-        self._counts[id(self._learned)] += 1
+        self._counts[self._counted_as] += 1
         late = self._late & proof.unproven
         grown = {k for k, (now, first) in self._growth.sizes.items() if now != first}
         is_first = len(self._proven) <= self.proofs or not grown <= self._grown
