@@ -135,9 +135,10 @@ class Batches:
         self._refuse_shapes(given)
         if documents is None and self._learned is not None:
             self._later.see(given, self._learned)
-            own = self._known.get(self._later.sizes) or self._known.get(self._later.form)
-            if own is not None and own is not self._learned:
-                self._use(own)
+            if len(self._known) > 2:  # by sizes and by form
+                own = self._known.get(self._later.sizes) or self._known.get(self._later.form)
+                if own is not None and own is not self._learned:
+                    self._use(own)
             if self._may_learn_again:
                 is_new = self._later.is_new(self.proof)
                 if is_new or self._later.is_due:  # a loss alone shows nothing but by a proof

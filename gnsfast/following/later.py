@@ -37,6 +37,8 @@ class Later:
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
         self._reached: set[str] = set()
+        self._seen: Any = None
+        self._asked: Any = None
         self.sizes: tuple[tuple[int, ...], ...] = ()
         self.form: tuple[Any, ...] = ()
 
@@ -63,7 +65,11 @@ class Later:
         """Note the sizes of this batch, and how much longer its samples are than those of the batch
         that has shown what is ``learned``, which is this one by default.
         """
-        sizes = sizes_of(given, self._passes.asked.samples)
+        samples = self._passes.asked.samples
+        seen = id(learned), samples, [(t.shape, t.dtype) for t in given]
+        if seen == self._seen:  # as in most blocks
+            return
+        self._seen, sizes = seen, sizes_of(given, samples)
         self.sizes, self.form = tuple(map(tuple, sizes)), form_of(given)
         first = sizes if learned is None else learned.sizes if learned.form == self.form else []
         pairs = [*zip(sizes, first)]
@@ -88,7 +94,12 @@ class Later:
     def is_new(self, proof: Proof) -> bool:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
         self._counts[self._counted_as] += 1
-        late = self._late & proof.unproven
+        late, self._late = self._late & proof.unproven, set()
+        asked = self._structure.model.training, self._seen
+        if asked == self._asked and not late:  # as the batch before
+            return False
+        self._asked = asked
+        self._reached |= late
         grown = {k for k, (now, first) in self._growth.sizes.items() if now != first}
         is_first = len(self._proven) <= self.proofs or not grown <= self._grown
         is_first |= not any(form == self.form for form, *_ in self._proven)
@@ -96,8 +107,6 @@ class Later:
         if is_other:
             self._proven.add(self.kind)
             self._grown |= grown
-        self._reached |= late
-        self._late = set()
         return is_other or bool(late)
 
     def prove(self, trial: Trial) -> Proof:
