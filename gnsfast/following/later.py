@@ -71,13 +71,13 @@ class Later:
             return
         self._seen, sizes = seen, sizes_of(given, samples)
         self.sizes, self.form = tuple(map(tuple, sizes)), form_of(given)
-        first = sizes if learned is None else learned.sizes if learned.form == self.form else []
-        pairs = [*zip(sizes, first)]
+        pairs = [*zip(sizes, sizes if learned is None else learned.sizes)]
         both = [pair for own, others in pairs for pair in zip_longest(own[: len(others)], others)]
         ends = [(own[0], others[0]) for own, others in pairs if own and others]
         found = {k: (now, old) for k, (now, old) in enumerate(both) if now}
         found[JOINED] = sum(now for now, _ in ends), sum(old for _, old in ends)
-        self._growth.sizes = found if ends else {}
+        is_other = learned is not None and learned.form != self.form
+        self._growth.sizes = UNCHANGED if is_other else found if ends else {}
         self._growth.proven = {} if learned is None else learned.growth
 
     def end(self, proof: Proof) -> None:
@@ -146,6 +146,9 @@ class Later:
         """What tells this batch from those that have proven it."""
         return self.form, self._structure.model.training, self._passes.asked.samples, *self.sizes
 
+
+UNCHANGED = {0: (1, 1)}
+"""No rows grow: sizes of images and texts say nothing of each other."""
 
 JOINED = -1
 """The number of the size of all tensors together, such as two sequences that are concatenated."""
