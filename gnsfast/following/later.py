@@ -75,7 +75,7 @@ class Later:
         both = [pair for own, others in pairs for pair in zip_longest(own[: len(others)], others)]
         ends = [(own[0], others[0]) for own, others in pairs if own and others]
         found = {k: (now, old) for k, (now, old) in enumerate(both) if now}
-        found[JOINED] = sum(now for now, _ in ends), sum(old for _, old in ends)
+        found[OF_ALL] = sum(now for now, _ in ends), sum(old for _, old in ends)
         is_other = learned is not None and learned.form != self.form
         self._growth.sizes = UNCHANGED if is_other else found if ends else {}
         self._growth.proven = {} if learned is None else learned.growth
@@ -150,7 +150,7 @@ class Later:
 UNCHANGED = {0: (1, 1)}
 """No rows grow: sizes of images and texts say nothing of each other."""
 
-JOINED = -1
+OF_ALL = -1
 """The number of the size of all tensors together, such as two sequences that are concatenated."""
 
 SEVERAL = 2
