@@ -22,7 +22,7 @@ from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.checkpoints import not_reentrant
 from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
-from gnsfast.following.later import Later
+from gnsfast.following.later import MORE, Later
 from gnsfast.following.layouts import Layout
 from gnsfast.following.leaf import Leaf, no_method
 from gnsfast.following.learning import Learned, Trial, learn, learn_skipped
@@ -348,7 +348,7 @@ class Batches:
             self._use(trial.learned)
             return proof
         self._know(own)
-        self._later.proofs += 8
+        self._later.proofs += MORE
         return new
 
     def _know(self, learned: Learned) -> None:
@@ -402,8 +402,8 @@ class Batches:
         return proof
 
     def _learned_without_one(self, trial: Trial) -> Proof | None:
-        """Learn as if one tensor of the batch had as many entries as samples by chance, such as the
-        names of classes, and the proof of that; None if all is proven without none of them.
+        """Learn as if one tensor of the batch held no samples, as times that are as many by chance.
+        The proof of that; None unless it proves all for just one of the tensors.
         """
         learned, batch = self._learned, trial.batch
         held = [k for k, layout in enumerate(batch.layouts) if layout is not None]

@@ -5,7 +5,6 @@ import itertools
 import operator
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -203,7 +202,7 @@ def sizes_of(given: list[Tensor], samples: int) -> list[list[int]]:
         own = [] if t.is_nested else [*t.shape]
         if samples and samples in own[:2]:
             own.remove(samples)
-            sizes.append([*accumulate(own, operator.mul), *own[1:]] or [1])
+            sizes.append([*itertools.accumulate(own, operator.mul), *own[1:]] or [1])
         else:
             sizes.append([])
     return sizes

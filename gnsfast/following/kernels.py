@@ -68,9 +68,7 @@ def _linear(
     moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
     if moved:
         x, plan = x.movedim(moved, 0), plan._replace(batch_dim=0)
-    in_order = isinstance(layout, Chosen) and plan.starts is not None
-    links = () if in_order else _links(weight)
-    own = bare(weight), bare(bias), probe, plan, links
+    own = bare(weight), bare(bias), probe, plan, () if use.is_sorted else _links(weight)
     if moved:
         return functional.linear(x, *own).movedim(0, moved).contiguous()
     return use.run(lambda x: functional.linear(x, *own), x)
@@ -381,13 +379,11 @@ def cross_entropy(
     if use is None:
         return NotImplemented
     own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
-    if not isinstance(use.layout, Chosen):
+    if isinstance(use.layout, Chosen):  # of which links and padded labels are not served
+        labels = labels[use.layout.order_N]
+    else:
         own["links"] = _links(weight)
-        return functional.linear_cross_entropy(x, bare(weight), labels, **own)
-    order_N = use.layout.order_N
-    x, labels = rows_at(x, order_N), labels[order_N]
-    losses = functional.linear_cross_entropy(x, bare(weight), labels, **own)
-    return rows_at(losses, order_N.argsort()) if losses.ndim else losses
+    return use.run(lambda x: functional.linear_cross_entropy(x, bare(weight), labels, **own), x)
 
 
 def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:

@@ -154,4 +154,7 @@ OF_ALL = -1
 """The number of the size of all tensors together, such as two sequences that are concatenated."""
 
 SEVERAL = 2
-"""So many other sizes and modes prove it again, and more for each that was learnt by itself."""
+"""So many other sizes and modes prove it again."""
+
+MORE = 8
+"""So many more do for each batch that was learnt by itself."""

@@ -218,16 +218,21 @@ class Use(NamedTuple):
     plan: Plan
     probe: Tensor
 
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the kernel gets rows that the data have chosen, sorted by sample."""
+        return isinstance(self.layout, Chosen) and self.plan.starts is not None
+
     def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``kernel(x)``, which sees packed documents in their order, and rows that the data have
         chosen by sample.
         """
         if isinstance(self.layout, Chosen):
-            if self.plan.starts is None:
+            if not self.is_sorted:
                 return packed.run_padded(kernel, x, self.layout, self.leaf.samples)
             order_N = self.layout.order_N
             y = kernel(packed.rows_at(x, order_N))
-            return packed.rows_at(y, order_N.argsort())
+            return packed.rows_at(y, order_N.argsort()) if y.ndim else y
         if self.leaf.starts is None:
             return kernel(x)
         x, back = packed.in_order(x, self.layout, self.leaf)
