@@ -3,7 +3,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -101,15 +101,17 @@ def map_tensors(pick: Callable[[Any], Any], tree: Any, kinds: Any = Tensor) -> A
 
 def tensors_of(tree: Any, kinds: Any = Tensor) -> list[Any]:
     """The tensors that ``map_tensors`` reaches, in its order."""
-    found: list[Any] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, kinds):
-            found.append(leaf)
-        elif isinstance(leaf, MutableMapping):
-            found += tensors_of([*leaf.values()], kinds)
-        else:
-            found += tensors_of([getattr(leaf, name) for name in _fields(leaf)], kinds)
-    return found
+    if isinstance(tree, kinds):
+        return [tree]
+    if type(tree) is tuple or type(tree) is list:  # pytree takes 10 µs for one tensor
+        parts: Iterable[Any] = tree
+    elif type(tree) is dict or isinstance(tree, MutableMapping):
+        parts = tree.values()
+    elif pytree.tree_is_leaf(tree):
+        parts = [getattr(tree, name) for name in _fields(tree)]
+    else:
+        parts = pytree.tree_leaves(tree)
+    return [t for part in parts for t in tensors_of(part, kinds)]
 
 
 def _fields(leaf: Any) -> list[str]:

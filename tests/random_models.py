@@ -325,7 +325,7 @@ def main(count: int, first: int = 0) -> None:
         covered += fraction
     print(
         dict(found.most_common()),
-        f"mean covered fraction of the right: {covered / max(found['right'], 1):.3f}",
+        f"mean covered fraction: {covered / count:.3f}",
     )
 
 

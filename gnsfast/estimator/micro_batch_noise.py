@@ -117,7 +117,7 @@ class GradientSlab(ProbeSlab):
         super().refresh()
         self._arrivals = Arrivals(trained(self.model), self._arrived)
         self._own: dict[str, Tensor] = {}
-        self._arriving: Callable[[], None] | None = None
+        self._is_watched = False
 
     def _measured(self) -> list[Leaf]:
         return self.followed.leaves
@@ -127,15 +127,17 @@ class GradientSlab(ProbeSlab):
 
     def _begin(self, *asked: Any) -> None:
         self._own = {}
-        self._closes = self._arrivals.stop
         self._arrivals.start()
 
-    def _on_arrival(self, arrives: Callable[[], None] | None) -> None:
-        self._arriving = arrives
+    def _stop(self) -> None:
+        self._arrivals.stop()
+
+    def _watch(self, is_wanted: bool) -> None:
+        self._is_watched = is_wanted
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        if self._arriving is not None:  # the first gradient, which is not yet added to ``.grad``
-            self._arriving()
+        if self._is_watched:  # the first gradient, which is not yet added to ``.grad``
+            self.arrives()
         if grad.device.type == "cpu":  # where torch's own norm is 1e-3 low at 16.8M elements
             sqnorm = reference.sqnorm(grad).double()
         else:

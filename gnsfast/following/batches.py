@@ -24,7 +24,7 @@ from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
 from gnsfast.following.later import MORE, Later
 from gnsfast.following.layouts import Layout
-from gnsfast.following.leaf import Leaf, no_method
+from gnsfast.following.leaf import Leaf, nobody
 from gnsfast.following.learning import Learned, Trial, learn, learn_skipped
 from gnsfast.following.options import EXCLUDED
 from gnsfast.following.passes import Passes
@@ -41,12 +41,11 @@ class _Block:
     learnt from, after the first batch.
     """
 
-    caller: Any = no_method
+    caller: Any = nobody
     batch: Any = None
     run: Callable[..., Any] | None = None
     is_shown_again: bool = False
     hooks: list[Any] = field(default_factory=list)
-    on_learned: Callable[[], Callable[[], None] | None] = no_method
 
 
 class Batches:
@@ -55,6 +54,7 @@ class Batches:
     ``proof`` says how far the norms are proven. ``is_learned``: every module was seen.
     ``is_learning``: the model runs to show something. ``is_half``: it computes in half precision.
     ``is_by_run``: a function that the user gave has shown all that a pass runs, in modules or not.
+    ``watcher``, a weak reference, is what ``learned()`` is called of when a batch has shown more.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
@@ -68,17 +68,13 @@ class Batches:
         self._later = Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._block = _Block()
+        self._block, self.watcher = _Block(), nobody
         structure.running.on_unseen = weakref.WeakMethod(self._show_unseen)
 
     @property
     def is_begun(self) -> bool:
         """Whether a batch has shown something."""
         return bool(self._looked)
-
-    def call_when_learned(self, learned: Callable[[], None]) -> None:
-        """Call ``learned``, a method, when a batch of the open block has shown something."""
-        self._block.on_learned = weakref.WeakMethod(learned)
 
     def watch(self, caller: nn.Module) -> None:
         """See what ``caller``, the model or a wrapper of it, gets from here on, and its parts."""
@@ -164,22 +160,25 @@ class Batches:
     def _refuse_shapes(self, given: list[Tensor]) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
         samples, _, documents = self._passes.asked
-        name = type(self._structure.model).__name__
         shapes = [t.shape for t in given]
+        if documents is not None:
+            is_known = not shapes or self._rows_in(given) > 0
+        else:
+            is_known = samples < 2 or not shapes or any(_holds(shape, samples) for shape in shapes)
+        if is_known or (documents is None and lists_of(self._block.batch, samples)):
+            return
+        name = type(self._structure.model).__name__
         some = ", ".join(str(list(shape)) for shape in shapes[:4])
-        if documents is not None and shapes and not self._rows_in(given):
+        if documents is not None:
             raise SampleShapeError(
                 f"{name}: cu_seqlens ends at token {documents.tokens}, but the model got tensors "
                 f"of shape {some}, none of which has so many tokens in its leading dimensions. If "
                 "padding follows, add it as a last document."
             )
-        alone = documents is not None or samples < 2 or not shapes
-        known = alone or any(_holds(shape, samples) for shape in shapes)
-        if not (known or lists_of(self._block.batch, samples)):
-            raise SampleShapeError(
-                f"{name}: the block has {samples} samples, but the model got tensors of shape "
-                f"{some}, none of which has dimension 0 or 1 of that size. Check num_samples."
-            )
+        raise SampleShapeError(
+            f"{name}: the block has {samples} samples, but the model got tensors of shape {some}, "
+            "none of which has dimension 0 or 1 of that size. Check num_samples."
+        )
 
     def _rows_in(self, given: list[Tensor]) -> int:
         """How many rows of a batch hold the packed documents; 0 if that is not known."""
@@ -265,8 +264,8 @@ class Batches:
         found = found._replace(seconds=time.perf_counter() - begun)
         self._join(found)
         _report(module, leaves, found)
-        if (call := self._block.on_learned()) is not None:
-            call()
+        if (watcher := self.watcher()) is not None:
+            watcher.learned()
 
     def _ways(
         self, module: nn.Module, args: Any, kwargs: Any, samples: int

@@ -35,6 +35,7 @@ from gnsfast.following.functions import (
     is_transformed,
     name_of,
     numbered,
+    renew_attention,
 )
 from gnsfast.following.kernels import KERNELS
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, mark_made
@@ -189,7 +190,10 @@ def prepare_compiler() -> None:
     otherwise.) To import the compiler for this takes a second.
     """
     global in_eager_code
-    if "torch._dynamo" in sys.modules and not hasattr(in_eager_code, "_torchdynamo_disable"):
+    if "torch._dynamo" not in sys.modules:
+        return
+    renew_attention()  # not as it is traced
+    if not hasattr(in_eager_code, "_torchdynamo_disable"):
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         eval_frame = torch._C._dynamo.eval_frame
         skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gnsfast.following.leaf import expression_of
+from gnsfast.following.leaf import compiling, expression_of
 from gnsfast.tensors import writes
 
 KEEPS = frozenset(
@@ -88,20 +88,30 @@ def _opened(f: Any) -> Any:
     return opened
 
 
+_attend = _opened(F.multi_head_attention_forward)
+_ASKED = {*_attend.__code__.co_names} - {*_NO_SUBCLASS}
+"""The names that attention looks up."""
+
+
+def renew_attention() -> None:
+    """Let attention see the functions that others have put into ``torch.nn.functional``."""
+    own = vars(F)
+    _attend.__globals__.update((name, own[name]) for name in _ASKED if name in own)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    if not compiling():
+        renew_attention()
+    return _attend(*args, **kwargs)
+
+
 OPENED: dict[Any, Any] = {
-    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+    F.multi_head_attention_forward: _attention,
     **{f: _opened(f) for f in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)},
 }
 """Functions of torch whose own functions are seen one by one. (Inside of ``unfollowed`` a backward
 pass could not unpack the tensors of a checkpoint.)
 """
-
-
-def renew_opened() -> None:
-    """Let attention see the functions that others have put into ``torch.nn.functional``."""
-    f = F.multi_head_attention_forward
-    if f in OPENED:
-        OPENED[f].__globals__.update({**f.__globals__, **_NO_SUBCLASS})
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> Tensor:

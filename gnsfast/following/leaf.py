@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Growth, Layout, Place
-from gnsfast.functional import Grams, Groups, Link, Plan
+from gnsfast.functional import Grams, Groups, Link
 
 compiling = torch.compiler.is_dynamo_compiling
 unfollowed = torch._C.DisableTorchFunctionSubclass
@@ -76,8 +76,8 @@ ADD_UP = (
 )
 
 
-def no_method() -> None:
-    """A weak method that is gone."""
+def nobody() -> None:
+    """A weak reference to what is gone."""
 
 
 class Running:
@@ -88,7 +88,7 @@ class Running:
 
     def __init__(self) -> None:
         self.modules: set[nn.Module] = set()
-        self.on_unseen: Callable[[], Callable[[], None] | None] = no_method
+        self.on_unseen: Callable[[], Callable[[], None] | None] = nobody
         self.is_known = self.has_turns = False
 
     @property
@@ -134,7 +134,8 @@ class Leaf:
     it in the example, in their order, and ``routes`` those in which it meets the data. ``probe`` is
     for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
     and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
-    ``rows`` rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
+    ``rows`` rows, which is 0 where that is not known. ``recent`` are the uses of the pass before,
+    by the number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
     ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
     ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be seen.
     ``clear`` are shapes of single samples that a batch has shown outside of what the example ran.
@@ -156,7 +157,7 @@ class Leaf:
         self.facts = NOTHING
         self.starts: Tensor | None = None
         self.tokens = self.rows = 0
-        self.plans: dict[Any, Plan] = {}
+        self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.left_out, self.is_opaque = "", False
         self.clear: set[torch.Size] = set()
@@ -178,6 +179,7 @@ class Leaf:
         steps = [*self.steps, *steps] if adds else steps
         self.routes = tuple(dict.fromkeys((*self.routes, *routes))) if adds else routes
         self.steps, self.is_learned = tuple(steps), True
+        self.recent.clear()
         self.by_name: dict[str, Step] = {}
         self.is_ordered = False
         for step in steps:
@@ -259,9 +261,10 @@ class Leaf:
         """Whether links join its uses. They have no products of single gradients, and no sums of
         groups of documents.
         """
-        apart = self.starts is not None and self.facts.groups is not None
-        apart |= any(isinstance(s, Grams) for s in self.facts.second)
-        return self._has_links and not apart
+        if not self._has_links:
+            return False
+        in_groups = self.starts is not None and self.facts.groups is not None
+        return not (in_groups or any(isinstance(s, Grams) for s in self.facts.second))
 
     @property
     def is_lost_in_graphs(self) -> bool:
@@ -309,7 +312,7 @@ class Span(NamedTuple):
 
 
 LINK = Span(0, 0, 0)
-"""A use that a link joins with others."""
+"""A use that a link joins with others. It is apart from these alone."""
 
 SAME, MADE, ROWS = "same", "made", "rows"
 """What an expression is. ``SAME``: each element of the parameter at most once and unchanged, so
@@ -357,15 +360,16 @@ class Expression:
         """
         if recomputing():
             return
-        by_link = self.is_linked(name)
+        span = LINK if self.is_linked(name) else self.span
         for leaf in self.leaves:
-            if leaf.is_over:
-                leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
-            leaf.found.uses += 1
-            others = (s == LINK if by_link else self._is_apart(s) for s in leaf.found.spans)
-            if self.kind != SAME or not all(others):
-                leaf.found.joined = True
-            leaf.found.spans.append(LINK if by_link else self.span)
+            found = leaf.found
+            if found.uses:
+                if leaf.is_over:
+                    leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
+                found.joined |= span is None or not all(map(span.is_apart, found.spans))
+            found.joined |= self.kind != SAME
+            found.uses += 1
+            found.spans.append(span)
 
     def fail(self, why: str) -> None:
         """Note that the norms of all its leaves would be wrong in this pass."""
@@ -380,9 +384,6 @@ class Expression:
         if name == "embedding":
             return not leaf.found.is_taken or torch._C._current_graph_task_id() != -1
         return name in HEADS and bool(leaf.found.links) and not leaf.found.is_taken
-
-    def _is_apart(self, other: Span | None) -> bool:
-        return self.span is not None and self.span.is_apart(other)
 
     @property
     def is_compiled(self) -> bool:

@@ -14,8 +14,7 @@ from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.following.batches import Batches
 from gnsfast.following.dispatch import attach, detach, prepare_compiler, release
-from gnsfast.following.functions import renew_opened
-from gnsfast.following.leaf import Facts, Leaf
+from gnsfast.following.leaf import Facts, Leaf, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
@@ -63,10 +62,12 @@ class Followed:
         facts: Mapping[str, Facts] = {},
         documents: Documents | None = None,
         in_stages: bool = False,
+        watcher: Any = None,
     ) -> None:
         """Follow the parameters from here on. ``caller`` is the wrapper that the user calls.
         ``in_stages``: a pipeline calls ``next_pass`` before each forward of a stage, and a batch
-        that no such call tells of shows nothing.
+        that no such call tells of shows nothing. ``watcher.learned()`` is called when a batch has
+        shown something. If it is deleted before ``close``, that is called.
         """
         if self.is_open:
             raise ObservationError(
@@ -74,6 +75,8 @@ class Followed:
                 "gns.microbatch block first."
             )
         structure = self.structure
+        if watcher is not None:
+            self.batches.watcher = weakref.ref(watcher, self._abandoned)
         self.is_open, self.passes.asked = True, Asked(samples, facts, documents)
         self.passes.begin(self.passes.asked)
         structure.running.has_turns = in_stages
@@ -86,13 +89,12 @@ class Followed:
         if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
             structure.running.modules.add(structure.model)  # no hook tells when it runs
         prepare_compiler()
-        renew_opened()
         if in_stages:
             return
-        outside = hasattr(caller, "_orig_mod")  # a hook of torch.compile's wrapper runs eagerly
-        begins = samples > 1 and not (self.batches.is_begun or outside)
-        if begins and "torch._dynamo" in sys.modules:
-            self._release = EAGER.hold(self)
+        if samples > 1 and "torch._dynamo" in sys.modules:
+            # A hook of torch.compile's wrapper runs eagerly.
+            if not (self.batches.is_begun or hasattr(caller, "_orig_mod")):
+                self._release = EAGER.hold(self)
         self.batches.watch(caller)
 
     @contextmanager
@@ -108,8 +110,12 @@ class Followed:
         yield
         self.structure.running.modules.discard(stage)
 
+    def _abandoned(self, watcher: "weakref.ref[Any]") -> None:
+        self.close()
+
     def close(self) -> None:
         """Make the model what it was."""
+        self.batches.watcher = nobody
         self.structure.running.modules.clear()
         self.structure.running.is_known = False
         if self._release is not None:

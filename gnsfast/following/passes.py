@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnsfast.following.leaf import NOTHING, Facts, Leaf, no_method
+from gnsfast.following.leaf import NOTHING, Facts, Leaf, nobody
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
 
@@ -83,7 +83,7 @@ class Passes:
         self._key: Any = None  # of the probes of the open block
         self._bound: list[tuple[Tensor, Tensor]] | None = None  # those of norms alone in all leaves
         self._watched: set[Any] = set()
-        self._arrives: Callable[[], Callable[[], None] | None] = no_method
+        self._watcher: Callable[[], Any] = nobody
 
     def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
         """Begin a pass for some ``leaves``, or for all."""
@@ -95,8 +95,7 @@ class Passes:
             starts = None if documents is None else documents.starts
             for leaf in some:
                 own = facts.get(leaf.name, NOTHING)
-                if own is not leaf.facts or starts is not leaf.starts:
-                    leaf.plans.clear()
+                leaf.recent.clear()
                 leaf.facts = own
                 if starts is not leaf.starts:
                     leaf.starts = starts if starts is None else starts.to(leaf.current.device)
@@ -130,10 +129,12 @@ class Passes:
         self._probes[key] = made  # the newest: those of the open block stay
         return made
 
-    def call_on_arrival(self, arrives: Callable[[], None] | None) -> None:
-        """Call ``arrives``, a method, whenever backward reaches a probe of the open pass."""
-        self._arrives = no_method if arrives is None else weakref.WeakMethod(arrives)
-        if arrives is None or self._key in self._watched:
+    def watch(self, watcher: Any) -> None:
+        """Call ``watcher.arrives()`` whenever backward reaches a probe of the open pass, or nobody
+        if it is None.
+        """
+        self._watcher = nobody if watcher is None else weakref.ref(watcher)
+        if watcher is None or self._key in self._watched:
             return
         self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
         own = weakref.ref(self)  # Python cannot see that C++ holds it
@@ -220,5 +221,5 @@ def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
 
 def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:
     own = passes()
-    if own is not None and (arrives := own._arrives()) is not None:
-        arrives()
+    if own is not None and (watcher := own._watcher()) is not None:
+        watcher.arrives()

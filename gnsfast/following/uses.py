@@ -134,9 +134,8 @@ def plan_for(
     transposed: bool = False,
     each: int = 1,
 ) -> Plan:
-    """The plan of a use, which is made once as long as the same is measured. A plan knows samples
-    in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same. Packed
-    documents have ``each`` rows for a token.
+    """The plan of a use. A plan knows samples in dimension 0, and in dimension 1 or interleaved in
+    dimension 0, which is the same. Packed documents have ``each`` rows for a token.
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
@@ -147,18 +146,10 @@ def plan_for(
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
         return Plan(batch_dim=dim, transposed=transposed)
-    if compiling():
-        facts = merged([e.facts(value) for e, value in zip(expressions, values)])
-        return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
-    key = (*map(id, expressions), dim, transposed, each, leaf.found.uses)
-    if (plan := leaf.plans.get(key)) is not None:
-        return plan
     facts = merged([e.facts(value) for e, value in zip(expressions, values)])
-    plan = Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
-    plan = plan._replace(uses=Joining(tuple(expressions)), module=leaf.name)
-    if all(e.is_whole for e in expressions):
-        leaf.plans[key] = plan
-    return plan
+    if not compiling():
+        facts |= {"uses": Joining(tuple(expressions)), "module": leaf.name}
+    return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
 
 
 def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -239,6 +230,52 @@ class Use(NamedTuple):
         return back(kernel(x))
 
 
+class Recent(NamedTuple):
+    """A use of the pass before: what it was of, and the sizes of that pass's samples."""
+
+    name: str
+    shape: torch.Size
+    parameters: tuple[Any, ...]
+    expressions: list[Expression]
+    sizes: dict[int, tuple[int, int]]
+    use: Use
+
+    @classmethod
+    def of(cls, name: str, x: Tensor, parameters: tuple[Any, ...], use: Use) -> "Recent":
+        """What to remember of a use."""
+        expressions = [e for t in parameters if (e := expression_of(t)) is not None]
+        return cls(name, x.shape, parameters, expressions, use.leaf.growth.sizes, use)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next pass may have it too: an example has shown it, all its parameters are
+        whole ones that are trained, and the data choose nothing.
+        """
+        leaf, given = self.use.leaf, [t for t in self.parameters if t is not None]
+        if leaf.is_unseen or not leaf.is_learned or not isinstance(self.use.layout, Layout):
+            return False
+        is_whole = all(e.is_whole for e in self.expressions)
+        return (
+            is_whole
+            and len(self.expressions) == len(given)
+            and leaf is self.expressions[0].leaves[0]
+        )
+
+    def is_like(self, name: str, x: Tensor, parameters: tuple[Any, ...]) -> bool:
+        """Whether a use of this pass is the same."""
+        leaf = self.use.leaf
+        if name != self.name or type(x) is not Tensor or x.shape != self.shape:
+            return False
+        if leaf.running.is_outside or leaf.left_out or leaf.growth.sizes is not self.sizes:
+            return False
+        for t, own in zip(parameters, self.parameters):
+            if t is not own or (t is not None and not t.requires_grad):
+                return False
+        return (
+            torch._C._current_graph_task_id() == -1
+        )  # a checkpoint that runs again counts nothing
+
+
 Takes = Callable[[Tensor, Layout | Chosen, Leaf], bool]
 """Whether a kernel takes data with their samples in a layout, for the pass that a leaf is in."""
 
@@ -282,6 +319,34 @@ def begin(
     None where no kernel serves it. The last ``features`` dimensions of ``x`` hold no samples. A
     function that ``has_plan`` False measures nothing but the norms of parameters that have one use.
     """
+    first = None if compiling() else expression_of(parameters[0])
+    if first is None or not first.is_whole or not has_plan or name in OURS:
+        return _begun(name, x, parameters, takes, place, features, transposed, has_plan)
+    leaf = first.leaves[0]
+    number = leaf.found.functions, leaf.found.uses
+    recent: Recent | None = leaf.recent.get(number)
+    if recent is not None and recent.is_like(name, x, parameters):
+        leaf.found.functions += 1
+        for expression in recent.expressions:
+            expression.note_use(name)
+        return recent.use
+    use = _begun(name, x, parameters, takes, place, features, transposed, has_plan)
+    if use is not None and (recent := Recent.of(name, x, parameters, use)).is_kept:
+        leaf.recent[number] = recent
+    return use
+
+
+def _begun(
+    name: str,
+    x: Tensor,
+    parameters: tuple[Any, ...],
+    takes: Takes,
+    place: int,
+    features: int,
+    transposed: bool,
+    has_plan: bool,
+) -> Use | None:
+    """What ``begin`` returns, where the pass before had no such use."""
     expressions, values = trained(parameters)
     left_out = all(e.leaves[0].left_out for e in expressions)
     if left_out or expression_of(x) is not None:

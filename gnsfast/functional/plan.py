@@ -230,10 +230,11 @@ def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
         if x.ndim == 2 and B and len(x) % B == 0:
             x = x.unflatten(0, (-1, B))
         x = x.transpose(0, 1) if x.ndim > 2 else x
-    if x.ndim == 3 and x.shape[0] == B:
-        return x
-    rows = x.shape[:-1].numel()
+    shape = x.shape
+    if shape[0] == B and len(shape) < 4:
+        return x if len(shape) == 3 else x.unsqueeze(1)
+    rows = shape[:-1].numel()
     T = rows // B if B else 0
     if T * B != rows:
-        raise ValueError(f"{rows} rows of an input of shape {list(x.shape)} are not {B} samples")
-    return x.reshape(B, T, x.shape[-1])
+        raise ValueError(f"{rows} rows of an input of shape {list(shape)} are not {B} samples")
+    return x.reshape(B, T, shape[-1])

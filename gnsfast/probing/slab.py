@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a whole model, parameter by parameter."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ class ProbeSlab:
         self.refresh()
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
+        self._on_learned: Callable[[], None] | None = None
         self.num_samples = 0
         self._passes = self._measures = 1
 
@@ -182,40 +182,35 @@ class ProbeSlab:
         something.
         """
         self.num_samples, self._passes = num_samples, passes or 1
-        self._begin(facts, documents, passes is not None, learned)
-        self._watch_end(at_end)
-        self._at_start = at_start
+        self._begin(facts, documents, passes is not None)
+        self._at_start, self._at_end, self._on_learned = at_start, at_end, learned
+        self._watch(at_end is not None)
 
     def _begin(
         self,
         facts: Mapping[str, Facts],
         documents: Documents | None,
         in_stages: bool,
-        learned: Callable[[], None] | None,
     ) -> None:
         self.refuse_batch_statistics()
         self.rows, some = Rows(()), next(iter(facts.values()), NOTHING)
         self._measures = 1 + (some.constants_12 is not None)
-        self.followed.open(self._caller, self.num_samples, facts, documents, in_stages)
-        closes = weakref.finalize(self, self.followed.close)
-        closes.atexit = False
-        self._closes: Callable[[], object] = closes
-        if learned is not None:
-            self.followed.batches.call_when_learned(learned)
+        self.followed.open(self._caller, self.num_samples, facts, documents, in_stages, self)
 
-    def _watch_end(self, at_end: Callable[[], None] | None) -> None:
-        self._at_end = at_end
-        self._on_arrival(None if at_end is None else self._arrives)
+    def learned(self) -> None:
+        """What is called when a batch has shown something."""
+        if self._on_learned is not None:
+            self._on_learned()
 
-    def _on_arrival(self, arrives: Callable[[], None] | None) -> None:
-        """Call ``arrives`` whenever backward reaches what is measured."""
-        self.followed.passes.call_on_arrival(arrives)
+    def _watch(self, is_wanted: bool) -> None:
+        """Let ``arrives`` be called whenever backward reaches what is measured, or not."""
+        self.followed.passes.watch(self if is_wanted else None)
 
-    def _arrives(self) -> None:
+    def arrives(self) -> None:
         """Call ``at_end`` after this pass. A callback that another callback queues runs after the
         callbacks in which DDP and FSDP2 finish their gradients.
         """
-        self._on_arrival(None)  # until this pass has ended
+        self._watch(False)  # until this pass has ended
         if self._at_start is not None:
             self._at_start()
             self._at_start = None
@@ -223,15 +218,18 @@ class ProbeSlab:
         engine.queue_callback(lambda: engine.queue_callback(self._end))
 
     def _end(self) -> None:
-        if (at_end := self._at_end) is not None:
-            self._watch_end(at_end)
-            at_end()
+        if self._at_end is not None:
+            self._watch(True)
+            self._at_end()
 
     def close(self) -> None:
         """Make the model what it was."""
-        self._at_start = None
-        self._watch_end(None)
-        self._closes()
+        self._at_start = self._at_end = self._on_learned = None
+        self._watch(False)
+        self._stop()
+
+    def _stop(self) -> None:
+        self.followed.close()
 
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
