@@ -19,7 +19,7 @@ from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.packed import rows_at
-from gnsfast.following.uses import again, bare, begin, in_rows, trained
+from gnsfast.following.uses import again, bare, begin, in_rows
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -63,7 +63,7 @@ def _linear(
     use = begin(name, x, (weight, bias), _of_features, place=place, transposed=transposed)
     if use is None:
         return NotImplemented
-    leaf, layout, plan, probe = use
+    leaf, layout, plan, probe, _ = use
     dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
     moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
     if moved:
@@ -136,7 +136,7 @@ def embedding(
     use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
     if use is None:
         return NotImplemented
-    leaf, _, plan, probe = use
+    leaf, _, plan, probe, _ = use
     _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
     if tied and leaf.found.is_taken and compiling():
@@ -405,8 +405,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     use = begin("attention", q, parameters, has_plan=False)
     if use is None:
         return NotImplemented
-    expressions, _ = trained(parameters)
-    probe = torch.cat([e.leaves[0].probe for e in expressions])
+    probe = torch.cat([e.leaves[0].probe for e in use.expressions])
     return functional.attention(q, k, v, probe=probe, **options)
 
 

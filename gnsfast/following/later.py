@@ -32,7 +32,7 @@ class Later:
         self.wrong: dict[str, str] = {}
         self._counts = Counter[Any]()
         self._learned: Learned | None = None
-        self._late: set[str] = set()  # what the last block gave its first gradient
+        self._late: dict[str, Tensor] = {}  # whether the last block gave it its first gradient
         self.proofs = SEVERAL
         self._proven: set[Any] = set()
         self._grown: set[int] = set()  # tensors whose samples had another size in one of these
@@ -82,19 +82,19 @@ class Later:
 
     def end(self, proof: Proof) -> None:
         """Note which parameters the pass of a block, whose rows are not kept, gave a gradient that
-        had none when they were to be proven.
+        had none when they were to be proven. The next block asks, since the device may be busy.
         """
-        if (rows := self._passes.last) is None:
-            return
-        B, names = self._passes.asked.samples, proof.unproven - self._reached
-        found = [leaf for leaf in rows.leaves if leaf.name in names] if names else ()
-        self._late = {leaf.name for leaf in found if rows[leaf][0, :B].any()}
-        self._passes.last = None
+        rows, self._passes.last = self._passes.last, None
+        if rows is not None:
+            B, names = self._passes.asked.samples, proof.unproven - self._reached
+            found = [leaf for leaf in rows.leaves if leaf.name in names] if names else ()
+            self._late = {leaf.name: rows[leaf][0, :B].any() for leaf in found}
 
     def is_new(self, proof: Proof) -> bool:
         """Whether the batch of the open block shows what no batch has shown that has proven it."""
         self._counts[self._counted_as] += 1
-        late, self._late = self._late & proof.unproven, set()
+        late = {name for name, has_come in self._late.items() if has_come} & proof.unproven
+        self._late = {}
         asked = self._structure.model.training, self._seen
         if asked == self._asked and not late:  # as the batch before
             return False

@@ -202,12 +202,28 @@ def _is_compiled(expression: Expression) -> bool:
 
 
 class Use(NamedTuple):
-    """A use that a kernel serves. ``leaf`` is the first of its parameters in the model."""
+    """A use that a kernel serves, of what ``expressions`` are. ``leaf`` is the first of its
+    parameters in the model.
+    """
 
     leaf: Leaf
     layout: Layout | Chosen
     plan: Plan
     probe: Tensor
+    expressions: list[Expression]
+
+    @property
+    def recurs(self) -> bool:
+        """Whether the next pass has it too where it is like this one: an example has shown it, its
+        parameters are whole ones, and the data choose nothing.
+        """
+        leaf, first = self.leaf, self.expressions[0].leaves[0]
+        is_shown = leaf is first and leaf.is_learned and not leaf.is_unseen
+        return (
+            is_shown
+            and isinstance(self.layout, Layout)
+            and all(e.is_whole for e in self.expressions)
+        )
 
     @property
     def is_sorted(self) -> bool:
@@ -231,38 +247,16 @@ class Use(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """A use of the pass before: what it was of, and the sizes of that pass's samples."""
+    """A use of the pass before, what its function got, and the sizes of that pass's samples."""
 
     name: str
     shape: torch.Size
     parameters: tuple[Any, ...]
-    expressions: list[Expression]
     sizes: dict[int, tuple[int, int]]
     use: Use
 
-    @classmethod
-    def of(cls, name: str, x: Tensor, parameters: tuple[Any, ...], use: Use) -> "Recent":
-        """What to remember of a use."""
-        expressions = [e for t in parameters if (e := expression_of(t)) is not None]
-        return cls(name, x.shape, parameters, expressions, use.leaf.growth.sizes, use)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the next pass may have it too: an example has shown it, all its parameters are
-        whole ones that are trained, and the data choose nothing.
-        """
-        leaf, given = self.use.leaf, [t for t in self.parameters if t is not None]
-        if leaf.is_unseen or not leaf.is_learned or not isinstance(self.use.layout, Layout):
-            return False
-        is_whole = all(e.is_whole for e in self.expressions)
-        return (
-            is_whole
-            and len(self.expressions) == len(given)
-            and leaf is self.expressions[0].leaves[0]
-        )
-
     def is_like(self, name: str, x: Tensor, parameters: tuple[Any, ...]) -> bool:
-        """Whether a use of this pass is the same."""
+        """Whether a function of this pass is used in the same way."""
         leaf = self.use.leaf
         if name != self.name or type(x) is not Tensor or x.shape != self.shape:
             return False
@@ -305,34 +299,26 @@ def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -
 
 
 def begin(
-    name: str,
-    x: Tensor,
-    parameters: tuple[Any, ...],
-    takes: Takes = in_first,
-    *,
-    place: int = 0,
-    features: int = 1,
-    transposed: bool = False,
-    has_plan: bool = True,
+    name: str, x: Tensor, parameters: tuple[Any, ...], takes: Takes = in_first, **options: Any
 ) -> Use | None:
-    """The use of ``parameters`` by function ``name``, whose argument number ``place`` is ``x``;
-    None where no kernel serves it. The last ``features`` dimensions of ``x`` hold no samples. A
-    function that ``has_plan`` False measures nothing but the norms of parameters that have one use.
+    """The use of ``parameters`` by function ``name`` with the ``options`` of ``_begun``; None where
+    no kernel serves it. Where the pass before had one like it, it is that one.
     """
     first = None if compiling() else expression_of(parameters[0])
-    if first is None or not first.is_whole or not has_plan or name in OURS:
-        return _begun(name, x, parameters, takes, place, features, transposed, has_plan)
+    if first is None or not first.is_whole or "has_plan" in options or name in OURS:
+        return _begun(name, x, parameters, takes, **options)
     leaf = first.leaves[0]
     number = leaf.found.functions, leaf.found.uses
     recent: Recent | None = leaf.recent.get(number)
     if recent is not None and recent.is_like(name, x, parameters):
         leaf.found.functions += 1
-        for expression in recent.expressions:
+        for expression in recent.use.expressions:
             expression.note_use(name)
         return recent.use
-    use = _begun(name, x, parameters, takes, place, features, transposed, has_plan)
-    if use is not None and (recent := Recent.of(name, x, parameters, use)).is_kept:
-        leaf.recent[number] = recent
+    use = _begun(name, x, parameters, takes, **options)
+    given = [t for t in parameters if t is not None]
+    if use is not None and use.recurs and len(use.expressions) == len(given):
+        leaf.recent[number] = Recent(name, x.shape, parameters, leaf.growth.sizes, use)
     return use
 
 
@@ -341,12 +327,16 @@ def _begun(
     x: Tensor,
     parameters: tuple[Any, ...],
     takes: Takes,
-    place: int,
-    features: int,
-    transposed: bool,
-    has_plan: bool,
+    *,
+    place: int = 0,
+    features: int = 1,
+    transposed: bool = False,
+    has_plan: bool = True,
 ) -> Use | None:
-    """What ``begin`` returns, where the pass before had no such use."""
+    """The use of ``parameters`` by function ``name``, whose argument number ``place`` is ``x``. The
+    last ``features`` dimensions of ``x`` hold no samples. A function that ``has_plan`` False
+    measures nothing but the norms of parameters that have one use.
+    """
     expressions, values = trained(parameters)
     left_out = all(e.leaves[0].left_out for e in expressions)
     if left_out or expression_of(x) is not None:
@@ -381,7 +371,7 @@ def _begun(
     plan = plan_for(expressions, values, dim, transposed, each)
     if isinstance(layout, Chosen) and in_order:
         plan = plan._replace(starts=layout.starts(leaf.samples))
-    return Use(leaf, layout, plan, probe_of(expressions))
+    return Use(leaf, layout, plan, probe_of(expressions), expressions)
 
 
 def _is_padded(expressions: list[Expression]) -> bool:
