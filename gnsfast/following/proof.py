@@ -103,8 +103,6 @@ def prove(trial: Trial) -> Proof:
         wrong = meeting(trial, own_sets[k % len(own_sets)])
         found = found._replace(wrong=found.wrong | wrong, lost=found.lost | trial.failed)
     wrong, lost = (shared(own, dict.__or__, structure.groups) for own in (found.wrong, found.lost))
-    if any(why != UNSEEN for why in wrong.values()):
-        lost |= dict.fromkeys(found.unproven - wrong.keys(), NOT_SHOWN)
     return found._replace(wrong=wrong, lost=lost)
 
 
@@ -392,7 +390,6 @@ MIXED = (
     "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
     "another order in it than in the batch"
 )
-NOT_SHOWN = "the batch gave it no gradient, and samples meet elsewhere in the model"
 UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
     "its own does, or a gradient of its gradient is taken"
