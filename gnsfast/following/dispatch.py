@@ -375,7 +375,7 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
     """A function that computes result number ``k`` again, from other tensors for the leaves, in the
     context ``as_now``.
     """
-    func, spec, own, expressions = call.func, call.spec, call.own, call.expressions
+    function, own, expressions = call.function, call.own, call.expressions
     constants = [t.detach() if isinstance(t, Tensor) else t for t in call.constants]
 
     def make(value: Callable[[Leaf], Tensor]) -> Tensor:
@@ -385,9 +385,8 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
             arguments[i] = one.clone() if is_written else one
         if is_written and 0 not in own:
             arguments[0] = arguments[0].clone()
-        args, kwargs = pytree.tree_unflatten(arguments, spec)
         with as_now():
-            out = func(*args, **kwargs)
+            out = function(arguments)
         out = tuple(out) if hasattr(out, "__next__") else out
         result: Tensor = pytree.tree_leaves(out)[k]
         return result

@@ -129,9 +129,11 @@ def broadcast(
     leaves = call.leaves
     layout: Place
     if call.name == "scaled_dot_product_attention":
-        shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+        shape: Any = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
     else:
-        shape = torch.broadcast_shapes(*(t.shape for t in leaves if isinstance(t, Tensor)))
+        shape = _broadcast([t.shape for t in leaves if isinstance(t, Tensor)])
+    if shape is None:
+        return None
     if step is None:
         layout = _guessed(shape, [leaves[i] for i in call.others], leaf)
     elif step.chosen and not compiling():
@@ -160,6 +162,18 @@ def broadcast(
         return None
     found = [spread_out(t, shape, layout) for t in values]
     return None if any(t is None for t in found) else [t for t in found if t is not None]
+
+
+def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
+    """``torch.broadcast_shapes(*shapes)``, which takes 15 µs; None if they do not fit."""
+    found: list[int] = []
+    for d in range(max(map(len, shapes))):
+        own = [shape[-1 - d] for shape in shapes if len(shape) > d]
+        size = next((n for n in own if n != 1), 1)
+        if any(n != size and n != 1 for n in own):
+            return None
+        found.append(size)
+    return torch.Size(found[::-1])
 
 
 def _guessed(shape: torch.Size, data: list[Tensor], leaf: Leaf) -> Place:
@@ -210,7 +224,7 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
         return None
     if not compiling():
         expression.note_use()
-    plan = plan_for([expression], [e], FIRST, each=each)._replace(uses=None, module=None)
+    plan = plan_for([expression], [e], FIRST, each=each, joins=False)
     if isinstance(layout, Chosen):
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression

@@ -23,7 +23,7 @@ class Replay:
     """
 
     def __init__(self, call: Call, places: dict[int, Place], samples: int) -> None:
-        self.func, self.spec, self.own = call.func, call.spec, call.own
+        self.name, self.function, self.own = call.name, call.function, call.own
         self.expressions, self.places, self.samples = call.expressions, places, samples
         self.leaves = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
         self.as_now = call.as_now(draws=True)
@@ -39,14 +39,13 @@ class Replay:
         for i, place in self.places.items():
             if isinstance(place, (Layout, Chosen)):
                 arguments[i], is_cut = place.of_sample(self.leaves[i], b, B), True
-        if self.func.__name__ in RECURRENT and not _has_states_of_each(arguments):
+        if self.name in RECURRENT and not _has_states_of_each(arguments):
             raise RuntimeError("its states are of other sequences than its input")
         ends = [self.leaves[i].detach().requires_grad_() for i in self.own]
         for i, end in zip(self.own, ends):
             arguments[i] = end
         with self.as_now(), torch.enable_grad():
-            args, kwargs = pytree.tree_unflatten(arguments, self.spec)
-            found = _with_gradient(self.func(*args, **kwargs))
+            found = _with_gradient(self.function(arguments))
         pairs = [
             (y, place.of_sample(dy, b, B) if is_cut else place.alone(dy, b, B))
             for y, dy, place in zip(found, dys, self.results)
@@ -112,7 +111,7 @@ class _Replayed(torch.autograd.Function):
             try:
                 rows = ctx.replay.rows(dys)
             except Exception as error:  # the function's own, whatever it is
-                name, why = ctx.replay.func.__name__, first_line(error)
+                name, why = ctx.replay.name, first_line(error)
                 for expression in ctx.replay.expressions:
                     expression.fail(f"{name} does not take a single sample: {why}")
         return None, None, *rows, *dys

@@ -133,9 +133,11 @@ def plan_for(
     layout: Layout,
     transposed: bool = False,
     each: int = 1,
+    joins: bool = True,
 ) -> Plan:
-    """The plan of a use. A plan knows samples in dimension 0, and in dimension 1 or interleaved in
-    dimension 0, which is the same. Packed documents have ``each`` rows for a token.
+    """The plan of a use, which ``joins`` others of the same parameters in backward. A plan knows
+    samples in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same.
+    Packed documents have ``each`` rows for a token.
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
@@ -147,7 +149,7 @@ def plan_for(
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
         return Plan(batch_dim=dim, transposed=transposed)
     facts = merged([e.facts(value) for e, value in zip(expressions, values)])
-    if not compiling():
+    if joins and not compiling():
         facts |= {"uses": Joining(tuple(expressions)), "module": leaf.name}
     return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
 
