@@ -695,3 +695,42 @@ def test_a_model_that_gets_its_own_results_in_another_order() -> None:
     model = nn.Sequential(linear(), nn.Tanh())
     twice = lambda m, x: per_sample(m(m(x).flip(0)).flip(0))
     assert not right_or_named(model, torch.randn(5, 6, D), 5, twice)
+
+
+class Layer:
+    """As of a cache: it is empty until a pass fills it."""
+
+    def __init__(self) -> None:
+        self.keys: Any = None
+        self.seen = torch.zeros(())
+
+
+class Cache:
+    """As transformers' ``DynamicCache``, which makes its layers in the first pass."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.kind, self.first, self.by_name = Layer, Layer(), {"last": Layer()}
+        self.owner = self
+
+    def all(self) -> list[Layer]:
+        return [self.first, *self.layers, self.by_name["last"]]
+
+
+def caching(m: Any, x: Tensor, cache: Cache) -> Tensor:
+    cache.layers.append(cache.kind())
+    for layer in cache.all():
+        layer.keys = x if layer.keys is None else torch.cat([layer.keys, x], 1)
+        layer.seen += 1
+    y: Tensor = m.a(cache.first.keys)
+    return y
+
+
+def test_a_cache_of_objects_is_not_filled_by_our_passes() -> None:
+    model, cache, x = Made(caching, a=linear()), Cache(), torch.randn(4, 6, D)
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(x, cache).square().sum().backward()
+    assert [layer.keys.shape[1] for layer in cache.all()] == [6] * 3
+    assert [int(layer.seen) for layer in cache.all()] == [1] * 3
+    real = in_its_batch(model, lambda: model(x, Cache()).square().flatten(1).sum(1))
+    assert_norms(norms, real, rtol=1e-3)
