@@ -27,17 +27,19 @@ class Arrangement(NamedTuple):
     """One way in which a batch may hold its samples: in dimension ``dim`` of its tensors, which is
     0 by default where any has their number there, else 1. With ``lists``, lists of B values hold
     samples. In tensors that have several rows for each, those of a sample may lie ``apart``: every
-    B-th row.
+    B-th row. ``in_rows``: so may tensors that have their number in dimension 1, as tokens.
     """
 
     lists: bool = False
     dim: int | None = None
     apart: bool = False
+    in_rows: bool = False
 
     def __str__(self) -> str:
         if self.lists:
             return "in lists"
-        return f"in dimension {self.dim}" + (", in rows that are apart" if self.apart else "")
+        several = " in several rows of each" if self.in_rows else ""
+        return f"in dimension {self.dim}{several}" + (", in rows that are apart" * self.apart)
 
 
 USUAL = Arrangement()
@@ -66,25 +68,25 @@ class Example(NamedTuple):
         """A batch of ``B`` samples; None if nothing has them. ``held`` says which of its tensors
         have samples, where another batch has shown it.
         """
-        lists, dim, apart = arrangement
+        lists, dim, _, in_rows = arrangement
         if lists:
             is_leaf = partial(_is_list_of, B=B)
             args, kwargs = pytree.tree_map_only(list, Listed, (args, kwargs), is_leaf)
         given = tensors_of((args, kwargs), KINDS)
         tensors = [t for t in given if isinstance(t, Tensor)]
         if dim is None:
-            dim = 0 if any(t.ndim and t.shape[0] == B for t in tensors) else 1
+            dim = 0 if in_rows or any(t.ndim and t.shape[0] == B for t in tensors) else 1
+        own = arrangement._replace(dim=dim)
         square = any(_is_square(t, B) for t in tensors)
 
         def layout_of(t: Any) -> Layout | None:
             if isinstance(t, Listed):
                 return FIRST
-            return None if square and _is_of_tokens(t, B) else _layout_of(t, dim, B, apart)
+            return None if square and _is_of_tokens(t, B) else _layout_of(t, B, own)
 
         layouts = tuple(map(layout_of, given))
         if len(held) == len(layouts):
-            layouts = tuple(own if has else None for own, has in zip(layouts, held))
-        own = arrangement._replace(dim=dim)
+            layouts = tuple(each if has else None for each, has in zip(layouts, held))
         return cls(tuple(args), dict(kwargs), B, layouts, own) if {*layouts} - {None} else None
 
     @classmethod
@@ -97,10 +99,11 @@ class Example(NamedTuple):
         shapes = [t.shape for t in tensors if t.shape[:1] == (B,) and not _is_of_tokens(t, B)]
         others = [d for d in range(1, dims) if any(shape[d : d + 1] == (B,) for shape in shapes)]
         first = bool(listed) and not any(B in t.shape[:2] for t in tensors_of(listed))
-        ways = itertools.product((False, True), (None, *others), (first, not first))
+        rows = {False, any(B in t.shape[1:2] and not t.shape[0] % B for t in tensors)}
+        ways = itertools.product(sorted(rows), (False, True), (None, *others), (first, not first))
         found: list[Example] = []
-        for apart, dim, lists in ways:
-            own = cls.of(args, kwargs, B, Arrangement(lists, dim, apart))
+        for in_rows, apart, dim, lists in ways:
+            own = cls.of(args, kwargs, B, Arrangement(lists, dim, apart, in_rows))
             if own is not None and not any(own.is_like(other) for other in found):
                 found.append(own)
         return found
@@ -232,21 +235,22 @@ def _copy(
     return own.requires_grad_(t.requires_grad)
 
 
-def _layout_of(t: Tensor, at: int, B: int, apart: bool) -> Layout | None:
-    """Where a tensor of the batch holds the B samples: in dimension ``at``, or in the other one of
-    the first two for ids and features, which may lie sequence first beside a mask that does not.
-    One row of positions [1, T] holds none. In a mask of each head [B * heads, T, T] a sample has
-    several rows.
+def _layout_of(t: Tensor, B: int, way: Arrangement) -> Layout | None:
+    """Where a tensor of the batch holds the B samples: in dimension ``way.dim``, or in the other
+    one of the first two for ids and features, which may lie sequence first beside a mask that does
+    not. One row of positions [1, T] holds none. In a mask of each head [B * heads, T, T] a sample
+    has several rows.
     """
-    s = t.shape
+    s, at = t.shape, way.dim or 0
+    has_rows = B > 1 and t.ndim > 0 and s[0] > 0 and s[0] % B == 0
     if t.layout != torch.strided or t.is_nested:
         return None
     if len(s) > at and s[at] == B:
         return Layout(at)
+    if has_rows and (way.in_rows or (t.ndim == 3 and B not in s[:2])):
+        return Layout(0, way.apart, s[0] // B)
     if at == 0 and len(s) > 1 and s[1] == B and not (_is_mask(t) or (len(s) == 2 and s[0] == 1)):
         return Layout(1)
-    if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2]:
-        return Layout(0, apart, s[0] // B)
     return FIRST if at and s == (B,) else None
 
 

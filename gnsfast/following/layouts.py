@@ -299,49 +299,108 @@ class Owners(NamedTuple):
 
 
 def owners_of(x: Tensor, B: int) -> Owners | None:
-    """The samples of rows [n, ...] that were indexed from those of a batch, as autograd's graph of
-    ``x`` tells. Whether all between the index and ``x`` keeps the rows is for the example to show.
+    """The samples of rows [n, ...] that were indexed from those of a batch, also several times, as
+    autograd's graph of ``x`` tells. Whether all between an index and the next one, or ``x``, keeps
+    the rows is for the example to show.
     """
-    if saves_nothing():
-        return None
-    todo: list[tuple[Any, int, int | None]] = [(x.grad_fn, x.output_nr, None)]
-    seen, n = 0, x.shape[0]
-    while todo and seen < FAR:
-        (fn, number, start), seen = todo.pop(0), seen + 1
-        if fn is None or _is_made(fn):
+    return None if saves_nothing() or not B else _owners(x.grad_fn, x.output_nr, x.shape[0], B)
+
+
+def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
+    """The same for the n rows of result ``number`` of a node."""
+    todo: list[tuple[Any, int, int | None]] = [(fn, number, None)]
+    seen = set[Any]()
+    while todo and len(seen) < FAR:
+        at = fn, number, start = todo.pop(0)
+        if at in seen:
             continue
-        name = fn.name()
+        seen.add(at)
+        size = torch.Size() if fn is None else _size_of(fn, number)
+        keeps = any(_holds(size[: d + 1].numel(), n, start) for d in range(len(size)))
+        if not keeps or _is_made(fn):
+            continue
+        name, behind = fn.name(), fn.next_functions
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
             start = (start or 0) + sum(fn._saved_split_sizes[:number])
         if name == "SliceBackward0" and fn._saved_dim == 0 and fn._saved_step == 1:
             begin, rows = fn._saved_start, fn._saved_self_sym_sizes[0]
             start = (start or 0) + (begin if begin < 2**63 else begin + rows - 2**64)
+        if name == "CatBackward0" and fn._saved_dim == 0 and all(f for f, _ in behind):
+            parts = [(f, nr, _size_of(f, nr)[0]) for f, nr in behind]
+            of_all = [_owners(*part, B) for part in parts if sum(k for *_, k in parts) == n]
+            if known := all(of_all) and [own for own in of_all if own]:
+                return known[0]._replace(owner_N=torch.cat([own.owner_N for own in known]))
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
-            is_select = name == "SelectBackward0"
-            sizes = fn._saved_self_sym_sizes if is_select else (len(fn._input_metadata), n)
-            rows, index = sizes[0], fn._saved_index if is_select else number
-            if B and rows and rows % B == 0:
+            size = _size_of(*behind[0])
+            index, rows = number if name == "UnbindBackward0" else fn._saved_index, size[0]
+            if rows and rows % B == 0 and _holds(size[1:-1].numel(), n, start):
                 index = (index + rows) % 2**64 if index >= rows else index  # -1 has no sign there
-                owner_N = torch.full((n,), index // (rows // B), device=x.device)
-                return Owners(owner_N, rows // B, rows == B and B not in sizes[1:])
-        if name == "IndexBackward0" or (name == "IndexSelectBackward0" and fn._saved_dim == 0):
+                at_n = torch.full((n,), index, device=fn._input_metadata[0].device)
+                return _owners_at(at_n, behind[0], size, B)
+        if name == "IndexBackward0" or (name in ALONG and fn._saved_dim == 0):
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
             k, index = next((k, i) for k, i in enumerate(indices) if i is not None)
-            sizes, rows = fn._saved_self_sym_sizes, fn._saved_self_sym_sizes[k]
+            size = _size_of(*behind[0])
+            is_first, size = size[:k].numel() == 1, size[k:]
+            if name == "GatherBackward0":
+                if any(index.stride()[1:]):  # each column may have other rows
+                    return None
+                index = index.as_strided(index.shape[:1], index.stride()[:1])
             if index.dtype == torch.bool:
-                if B and rows % B:  # all its dimensions together hold the tokens of documents
-                    rows, index = index.numel(), index.flatten()
+                if size[0] % B:  # all its dimensions together hold the tokens of documents
+                    size, index = torch.Size((index.numel(),)), index.flatten()
                 index = index.nonzero()[:, 0]
-            chosen = index.ndim == 1 and index.dtype == torch.int64 and B and rows % B == 0
-            if chosen and (len(index) == n if start is None else len(index) >= start + n):
-                first, before = start or 0, fn.next_functions[0][0]
-                if rows > B and before is not None and before.name() in FLATTENED:
-                    sizes = before._saved_self_sym_sizes
-                is_sure = k == 0 and sizes[0] == B and B not in sizes[1:]
-                own: Tensor = index.as_subclass(Tensor)[first : first + n]
-                return Owners(own % rows // (rows // B), rows // B, is_sure)
-        todo += [(f, nr, start) for f, nr in fn.next_functions]
+            chosen = index.ndim == 1 and index.dtype == torch.int64 and is_first
+            if chosen and _holds(len(index), n, start):
+                index = index.as_subclass(Tensor)[start or 0 :][:n] % size[0]
+                return _owners_at(index, behind[0], size, B)
+        todo += [(f, nr, start) for f, nr in behind[: 1 if name in INSERTS else None]]
     return None
+
+
+def _owners_at(at_n: Tensor, of: tuple[Any, int], size: torch.Size, B: int) -> Owners | None:
+    """Those of some rows of a node's result, ``of`` which number, that may be chosen rows too."""
+    (fn, number), rows = of, size[0]
+    while fn.name() == "UnsqueezeBackward0":  # as each of many experts makes of the same rows
+        fn, number = fn.next_functions[0]
+    known: dict[Any, Owners | None] = fn.metadata.setdefault(OWNERS, {})
+    if (key := (number, rows, B)) not in known:
+        known[key] = _owners(fn, number, rows, B)
+    if (own := known[key]) is not None:
+        return own._replace(owner_N=own.owner_N[at_n])
+    if rows % B or CHOSEN in fn.metadata:
+        return None
+    if rows > B and fn.name() in FLATTENED:
+        size = fn._saved_self_sym_sizes
+    return Owners(at_n // (rows // B), rows // B, size[0] == B and B not in size[1:])
+
+
+def _holds(rows: int, n: int, start: int | None) -> bool:
+    """Whether n rows may be all of so many ``rows``, or those from number ``start`` on."""
+    return rows == n if start is None else rows >= start + n
+
+
+def _size_of(fn: Any, number: int) -> torch.Size:
+    """The shape of result ``number`` of a node."""
+    return torch.Size(fn._input_metadata[number].shape)
+
+
+def mark_chosen(t: Tensor) -> None:
+    """Note in the graph of ``t`` that the data have chosen its rows."""
+    if t.grad_fn is not None:
+        t.grad_fn.metadata[CHOSEN] = True  # type: ignore[index]
+
+
+OWNERS, CHOSEN = "gnsfast: samples of rows", "gnsfast: chosen by the data"
+
+ALONG = frozenset(("IndexSelectBackward0", "GatherBackward0"))
+"""Nodes of an index along one dimension."""
+
+INSERTS = frozenset(
+    f"{name}Backward0"
+    for name in "IndexAdd IndexCopy IndexPut Scatter ScatterAdd MaskedScatter".split()
+)
+"""Nodes whose result has the rows of their first argument."""
 
 
 def mark_made(t: Tensor) -> None:

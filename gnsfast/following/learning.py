@@ -237,7 +237,8 @@ def _growing(base: Look, fewer: Look | None) -> set[tuple[Leaf, int]]:
 
 def _results(looks: Looks, n: int) -> list[Place]:
     """Where the samples lie in the model's results. Where they meet, it is the dimension whose size
-    is that of the batch. What has an entry for each two samples, as similarities do, has no place.
+    is that of the batch. That of what has an entry for each two samples, as similarities do, is
+    ``UNKNOWN``.
     """
     found: list[Place] = []
     for k, t in enumerate(looks.base.results):
@@ -247,7 +248,7 @@ def _results(looks: Looks, n: int) -> list[Place]:
         if place == UNKNOWN:
             place = grown(t, fewer)
         if len(growing(t, fewer)) > 1:
-            place = None
+            place = UNKNOWN
         found.append(SHARED if place is None else place)
     return found
 

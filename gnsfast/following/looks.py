@@ -20,7 +20,7 @@ from gnsfast.following.functions import (
     name_of,
     numbered,
 )
-from gnsfast.following.layouts import Owners, Print, mark_made, owners_of, weights_of
+from gnsfast.following.layouts import Owners, Print, mark_chosen, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
 from gnsfast.following.marks import DATA, RAGGED, SORTED, Mark, mark_of_results
 from gnsfast.tensors import tensors_of, writes
@@ -181,6 +181,8 @@ UNFLATTENS = frozenset("view reshape unflatten".split())
 
 def _mark(t: Tensor, mark: Any) -> None:
     t._gnsfast_look = mark  # type: ignore[attr-defined]
+    if mark in (RAGGED, SORTED):
+        mark_chosen(t)
 
 
 def _mark_of(t: Any) -> Any:

@@ -97,22 +97,22 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
 
 class _Rows(torch.autograd.Function):
     """``x[index_N]`` for rows that differ, which ``owners_of`` does not take for a choice of the
-    data.
+    data. It goes on with those of ``given_N``, from which they were made.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index_N: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index_N: Tensor, given_N: Tensor | None = None) -> Tensor:
         ctx.save_for_backward(index_N)
         ctx.rows = len(x)
         return x[index_N]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         (index_N,) = ctx.saved_tensors
-        return g.new_zeros(ctx.rows, *g.shape[1:]).index_copy_(0, index_N, g), None
+        return g.new_zeros(ctx.rows, *g.shape[1:]).index_copy_(0, index_N, g), None, None
 
 
-rows_at: Callable[[Tensor, Tensor], Tensor] = _Rows.apply
+rows_at: Callable[..., Tensor] = _Rows.apply
 
 
 def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen, B: int) -> Tensor:
@@ -126,4 +126,4 @@ def run_padded(kernel: Callable[[Tensor], Tensor], x_NI: Tensor, chosen: Chosen,
     place_N = torch.empty_like(order_N)
     place_N[order_N] = numbers_N - starts[chosen.owner_N[order_N]]
     x_BTI = x_NI.new_zeros(B, T, x_NI.shape[1]).index_put((chosen.owner_N, place_N), x_NI)
-    return rows_at(kernel(x_BTI).flatten(0, 1), chosen.owner_N * T + place_N)
+    return rows_at(kernel(x_BTI).flatten(0, 1), chosen.owner_N * T + place_N, x_NI)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
-from gnsfast.following.layouts import FIRST, SHARED, Layout, Print
+from gnsfast.following.layouts import FIRST, SHARED, UNKNOWN, Layout, Print
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Trial
 from gnsfast.following.passes import Weighted, gradients
@@ -68,6 +68,11 @@ class Proof(NamedTuple):
 
 DRAWS = "the model draws random numbers"
 NO_RESULT = "no result of the model belongs to single samples"
+OF_TWO = (
+    "a result of the model has an entry for each two samples: samples meet in it, or there are as "
+    "many of something else, as of classes, and gnsfast.configure(model, example=...) with another "
+    "number of samples shows which"
+)
 TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
 
 
@@ -117,6 +122,8 @@ def telling_apart(samples: int) -> list[list[int]]:
 
 def _with_loss(trial: Trial, found: Proof) -> Proof:
     """``found``, with what is wrong in the loss that the model returns beside its outputs."""
+    if not found.reason and UNKNOWN in trial.learned.results:
+        return found._replace(of_loss=OF_TWO)
     if found.reason or SHARED not in trial.learned.results:
         return found
     few = trial._replace(batch=trial.example)  # a loss in which samples meet shows it of these too
@@ -140,7 +147,10 @@ def _compared(trial: Trial, how: str) -> Proof:
         if structure.on_any(not weighed):
             how, weighed = LOSS, [] if how == TOGETHER else _loss(results)
             if structure.on_any(not weighed):
-                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), lost=trial.failed)
+                wrong = dict.fromkeys((leaf.name for leaf in leaves), OF_TWO)
+                wrong = wrong if UNKNOWN in trial.learned.results else {}
+                why = NO_RESULT + (f" where {DRAWS}" if drew else "")
+                return Proof(why, wrong, lost=trial.failed)
         norms = trial.norms([(results[w.number], w.weights) for w in weighed])
     failed = trial.failed
     if isinstance(norms, str):

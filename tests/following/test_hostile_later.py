@@ -620,3 +620,128 @@ def test_masks_and_times_as_long_as_there_are_samples(lengths: tuple[int, ...]) 
         mask = nn.Transformer.generate_square_subsequent_mask(T)
         x = torch.randint(9, (4, T)), mask, torch.linspace(0, 1, T)
         assert len(right_or_named(model, x, 4)) == 7
+
+
+BETWEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda h, order: h[order],
+    "index_select": lambda h, order: h.index_select(0, order),
+    "gather": lambda h, order: h.gather(0, order.view(-1, 1, 1).expand_as(h)),
+    "stack": lambda h, order: torch.stack([h[k] for k in order.tolist()]),
+    "product": lambda h, order: torch.einsum("ab,btd->atd", torch.eye(len(h))[order], h),
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_samples_in_another_order_between_parts(kind: str, is_late: bool) -> None:
+    """A batch that is sorted by what is in it; the first one is so already."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        y = m["decoder"](BETWEEN[kind](m["encoder"](x), order) * 2)
+        return per_sample(y[order.argsort()])
+
+    parts = {n: nn.Sequential(linear(), nn.Tanh(), linear()) for n in ("encoder", "decoder")}
+    model, batches = nn.ModuleDict(parts), [torch.randn(5, 6, D) for _ in range(3)]
+    if is_late:
+        batches[0] = batches[0][batches[0][:, 0, 0].argsort()]
+    assert [*map(len, over_batches(model, batches, 5, loss))] == ([8, 0] if is_late else [0])
+    with (
+        pytest.raises(gnsfast.ObservationError, match="change places between Sequential and Seq"),
+        gnsfast.per_sample_sqnorms(model, 5),
+    ):
+        loss(model, batches[2]).sum().backward()
+
+
+def in_a_loop(m: Any, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for k in range(x.shape[1]):
+        h = m["encoder"](h + x[:, k])
+    return per_sample(m["decoder"](h))
+
+
+def with_skips(m: Any, x: Tensor) -> Tensor:
+    h = m["encoder"](x)
+    return per_sample(m["decoder"](h.flip(0).sin().flip(0) + m["encoder"](m["decoder"](h) + h)))
+
+
+@pytest.mark.parametrize("loss", [in_a_loop, with_skips])
+def test_samples_in_their_order_between_parts(loss: Model) -> None:
+    parts = {n: nn.Sequential(linear(), nn.Tanh(), linear()) for n in ("encoder", "decoder")}
+    model = nn.ModuleDict(parts)
+    found = over_batches(model, [torch.randn(5, 6, D) for _ in range(3)], 5, loss)
+    assert [*map(len, found)] == [8] * 3
+
+
+def centred(m: Any, x: Tensor) -> Tensor:
+    h = m["encoder"](x)
+    return per_sample(m["decoder"](h - h.mean(0)))
+
+
+def around(m: Any, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for k in range(x.shape[1]):
+        h = m["encoder"](h.roll(1, 0) + x[:, k])
+    return per_sample(m["decoder"](h))
+
+
+@pytest.mark.parametrize("loss", [centred, around])
+def test_samples_that_meet_between_parts(loss: Model) -> None:
+    model = nn.ModuleDict({"encoder": linear(), "decoder": linear()})
+    assert not right_or_named(model, torch.randn(5, 6, D), 5, loss)
+
+
+def test_a_checkpoint_between_parts_that_takes_no_gradient_alone() -> None:
+    """What flows through it is not proven, which is no secret."""
+    model, x = nn.ModuleDict({"encoder": linear(), "decoder": linear()}), torch.randn(5, 6, D)
+    real = in_its_batch(model, lambda: per_sample(model["decoder"](model["encoder"](x).sin())))
+    with gnsfast.per_sample_sqnorms(model, 5) as norms:
+        h = checkpoint(torch.sin, model["encoder"](x), use_reentrant=True)
+        per_sample(model["decoder"](h)).sum().backward()
+    assert_norms(norms, real, rtol=1e-3)
+    assert "use_reentrant=True" in gnsfast.coverage(model).proof
+
+
+def test_a_model_that_gets_its_own_results_in_another_order() -> None:
+    model = nn.Sequential(linear(), nn.Tanh())
+    twice = lambda m, x: per_sample(m(m(x).flip(0)).flip(0))
+    assert not right_or_named(model, torch.randn(5, 6, D), 5, twice)
+
+
+class Layer:
+    """As of a cache: it is empty until a pass fills it."""
+
+    def __init__(self) -> None:
+        self.keys: Any = None
+        self.seen = torch.zeros(())
+
+
+class Cache:
+    """As transformers' ``DynamicCache``, which makes its layers in the first pass."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.kind, self.first, self.by_name = Layer, Layer(), {"last": Layer()}
+        self.owner = self
+
+    def all(self) -> list[Layer]:
+        return [self.first, *self.layers, self.by_name["last"]]
+
+
+def caching(m: Any, x: Tensor, cache: Cache) -> Tensor:
+    cache.layers.append(cache.kind())
+    for layer in cache.all():
+        layer.keys = x if layer.keys is None else torch.cat([layer.keys, x], 1)
+        layer.seen += 1
+    y: Tensor = m.a(cache.first.keys)
+    return y
+
+
+def test_a_cache_of_objects_is_not_filled_by_our_passes() -> None:
+    model, cache, x = Made(caching, a=linear()), Cache(), torch.randn(4, 6, D)
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(x, cache).square().sum().backward()
+    assert [layer.keys.shape[1] for layer in cache.all()] == [6] * 3
+    assert [int(layer.seen) for layer in cache.all()] == [1] * 3
+    real = in_its_batch(model, lambda: model(x, Cache()).square().flatten(1).sum(1))
+    assert_norms(norms, real, rtol=1e-3)

@@ -227,6 +227,94 @@ def test_a_loss_of_pairs() -> None:
         model((torch.randn(8, 3, D), torch.randn(4))).backward()
 
 
+def attends(m: Any, x: Tensor) -> Tensor:
+    h = m.q(x)
+    y: Tensor = m.o(F.scaled_dot_product_attention(h, x, x)).mean(1)
+    return y
+
+
+def sees_tokens(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.o(m.q(x).tanh())
+    return y
+
+
+@pytest.mark.parametrize("run, is_right", [(attends, True), (sees_tokens, False)])
+@pytest.mark.parametrize("more", [{}, {"labels": torch.zeros(4)}, {"labels": torch.zeros(8)}])
+def test_pairs_of_as_many_tokens_as_samples(
+    run: Model, is_right: bool, more: dict[str, Tensor]
+) -> None:
+    """A model that attends is left out. Another one does not show that its samples are no tokens,
+    which is no secret.
+    """
+    model = Made(lambda m, x, labels=None: run(m, x), q=linear(), o=linear())
+    x = torch.randn(8, 4, D)
+
+    def loss(m: Any, x: Any) -> Tensor:
+        return per_sample(torch.cat([*m(x, **more).chunk(2)], -1))
+
+    if is_right:
+        assert right_or_named(model, x, 4, loss) == set()
+    else:
+        with gnsfast.per_sample_sqnorms(model, 4):
+            loss(model, x).sum().backward()
+    proof = gnsfast.coverage(model).proof
+    assert re.search("may lie in two ways.*as is usual, or in dimension 0 in several rows", proof)
+
+
+@pytest.mark.parametrize("run", [attends, sees_tokens])
+@pytest.mark.parametrize("T", [4, 5])
+def test_real_and_made_samples_of_a_part(run: Model, T: int) -> None:
+    """A discriminator that is called by itself gets two rows of each sample."""
+    disc = Made(run, q=linear(), o=linear())
+    model = nn.ModuleDict({"gen": linear(), "disc": disc})
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        y = m["disc"](torch.cat([x, m["gen"](x.flip(-1))]))
+        return per_sample(torch.cat([*y.chunk(2)], -1))
+
+    for B in (4, 6):
+        found = right_or_named(model, torch.randn(B, T, D), B, loss)
+        assert not any(name.startswith("disc") for name in found)
+
+
+def scores(m: Any, x: Tensor, names: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Of images, for each of some classes."""
+    y = m.image(x) @ m.table(names).mean(1).T
+    return y if labels is None else F.cross_entropy(y, labels, reduction="none")
+
+
+@pytest.mark.parametrize("B", [2, 3, 5])
+def test_as_many_classes_as_samples(B: int) -> None:
+    """Names of classes look like samples there, but not beside labels of more than a few images."""
+    model = Made(scores, image=linear(), table=nn.Embedding(9, D))
+    names = torch.randint(9, (B, 3))
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return per_sample(m(x, names))
+
+    assert right_or_named(model, torch.randn(B, D), B, loss) == set()
+    gnsfast.configure(model, example=(torch.randn(7, D), names))
+    for n in (B, 7, B):
+        assert len(right_or_named(model, torch.randn(n, D), n, loss)) == 3
+
+
+def test_as_many_classes_as_samples_with_labels() -> None:
+    model = Made(scores, image=linear(), table=nn.Embedding(9, D))
+    loss = lambda m, x: m(*x)
+    for n in (5, 4):
+        x = torch.randn(n, D), torch.randint(9, (5, 3)), torch.randint(5, (n,))
+        assert len(right_or_named(model, x, n, loss)) == 3
+
+
+def test_scores_beside_what_belongs_to_samples() -> None:
+    """What these results show is no proof of a loss of the scores, which is no secret."""
+    model = Made(lambda m, x, names: (scores(m, x, names), m.image(x)), image=linear())
+    model.table = nn.Embedding(9, D)
+    with gnsfast.per_sample_sqnorms(model, 5):
+        sum(t.sum() for t in model(torch.randn(5, D), torch.randint(9, (5, 3)))).backward()
+    assert "an entry for each two samples" in gnsfast.coverage(model).proof_of_loss
+
+
 def clouds(m: Any, x: Any) -> Tensor:
     """Each sample is a cloud of points."""
     y: Tensor = m.b(torch.stack(m.a(torch.cat(x)).tanh().split([*map(len, x)])).amax(1))

@@ -34,18 +34,6 @@ def test_rows_of_a_table_are_no_samples(B: int) -> None:
     right_or_named(model, torch.randn(B, 6, D), B)
 
 
-def experts_of_real_tokens(m: Any, x: Any) -> Tensor:
-    """The tokens that are no padding go to two experts."""
-    h, mask = m.a(x[0]), x[1]
-    rows = h[mask]
-    expert = (rows[:, 0] * 4).long().abs() % 2
-    out = torch.zeros_like(rows)
-    for e in range(2):
-        own = (expert == e).nonzero()[:, 0]
-        out = out.index_add(0, own, m.experts[e](rows[own]))
-    return torch.zeros_like(h).masked_scatter(mask[..., None].expand_as(h), out)
-
-
 def experts_by_where(m: Any, ids: Tensor) -> Tensor:
     """As in Mixtral: the rows of an expert are the tokens at which a mask is set."""
     x = m.norm(m.table(ids)).flatten(0, 1)
@@ -88,13 +76,72 @@ def test_many_experts_that_get_few_rows(run: Model, B: int, T: int, seed: int) -
     assert [*map(len, found)] == [len([*model.parameters()])] * 9
 
 
-def test_rows_that_are_chosen_from_chosen_rows() -> None:
-    """The first batch has no padding. In the next one each sample has four tokens on average."""
-    model = Made(experts_of_real_tokens, a=linear(), experts=nn.ModuleList([linear(), linear()]))
-    mask = torch.ones(4, 6, dtype=torch.bool)
-    assert len(right_or_named(model, (torch.randn(4, 6, D), mask), 4)) == 6
-    mask = torch.arange(6) < torch.tensor([2, 4, 6, 4])[:, None]
-    assert not right_or_named(model, (torch.randn(4, 6, D), mask), 4)
+def by_mask(h: Tensor, mask: Tensor) -> Tensor:
+    return h[mask]
+
+
+def by_numbers(h: Tensor, mask: Tensor) -> Tensor:
+    return h.flatten(0, 1)[mask.flatten().nonzero()[:, 0]]
+
+
+def by_python(h: Tensor, mask: Tensor) -> Tensor:
+    return torch.cat([own[:n] for own, n in zip(h, mask.sum(1).tolist())])
+
+
+def by_length(h: Tensor, mask: Tensor) -> Tensor:
+    """Those of a few tokens first."""
+    rows = h[mask]
+    length = mask.sum(1)[mask.nonzero()[:, 0]]
+    return rows[length.argsort(stable=True)]
+
+
+def by_gather(h: Tensor, mask: Tensor) -> Tensor:
+    rows = h[mask]
+    order = mask.sum(1)[mask.nonzero()[:, 0]].argsort(stable=True)
+    return rows.gather(0, order[:, None].expand(-1, D))
+
+
+def by_select(h: Tensor, mask: Tensor) -> Tensor:
+    return h.masked_select(mask[..., None]).view(-1, D)
+
+
+def of_sorted_samples(h: Tensor, mask: Tensor) -> Tensor:
+    order = mask.sum(1).argsort(stable=True)
+    return h[order].flatten(0, 1)[mask[order].flatten().nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize(
+    "pick, is_found",
+    [
+        (by_mask, True),
+        (by_numbers, True),
+        (by_python, True),
+        (by_length, True),
+        (by_gather, True),
+        (by_select, False),
+        (of_sorted_samples, False),
+    ],
+)
+def test_rows_that_are_chosen_from_chosen_rows(
+    pick: Callable[[Tensor, Tensor], Tensor], is_found: bool
+) -> None:
+    """Each sample has six tokens on average, so that their number fits in all batches."""
+
+    def run(m: Any, x: Any) -> Tensor:
+        h, mask = m.a(x[0]), x[1]
+        at = torch.arange(mask.numel()).view_as(mask)[..., None].expand_as(h)
+        rows, order = pick(h, mask), pick(at, mask)[:, 0]
+        expert, out = (rows[:, 0] * 4).long().abs() % 2, torch.zeros_like(h).flatten(0, 1)
+        for e in range(2):
+            own = (expert == e).nonzero()[:, 0]
+            out = out.index_add(0, order[own], m.experts[e](rows[own]))
+        return out.view_as(h)
+
+    for lengths in ([9, 6, 6, 3], [6, 6, 6, 6]):
+        model = Made(run, a=linear(), experts=nn.ModuleList([linear(), linear()]))
+        more = [lengths, lengths, [9, 3, 5, 7], [8, 8, 4, 4], [1, 9, 5, 7]]
+        batches = [(torch.randn(4, 9, D), torch.arange(9) < torch.tensor(n)[:, None]) for n in more]
+        assert [*map(len, over_batches(model, batches, 4))] == [6 if is_found else 2] * 5
 
 
 @pytest.mark.parametrize(
