@@ -29,7 +29,7 @@ from benchmarks import apart
 from benchmarks.budget import Budget, Rows
 from benchmarks.networks import GPT, gpt_case, perceptron_case
 
-WARM_UP = 4  # CPython specialises a function's bytecode at its eighth call; most serve many cases
+WARM_UP = 8  # after which CPython has specialised a function's bytecode
 CALLS = 3  # counted one by one: they differ by up to 0.5 %, their least by 0.25 % from run to run
 
 AUDITED = 5  # passes after which every parameter of the cases was audited
