@@ -8,6 +8,7 @@ from typing import Any
 
 
 def spare_work() -> None:
+    from triton.language import core
     from triton.runtime import interpreter
 
     # It repeats each integer sum in int64, for asserts that its debug=False turns off.
@@ -38,3 +39,25 @@ def spare_work() -> None:
         return known[name]
 
     interpreter._get_np_dtype = dtype
+
+    # Each result has a type of its own, for which it checks, names and wraps the same sizes.
+    made: dict[Any, dict[str, Any]] = {}
+    make = core.block_type.__init__
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+        if key not in made or element_ty.is_ptr():  # pointers of one name may differ
+            make(self, element_ty, shape)
+            sizes = core.tuple([core.constexpr(size) for size in self.shape])
+            self.of_tensors = sizes, core.constexpr(self.numel)
+            made[key] = vars(self)
+        else:
+            vars(self).update(made[key])
+
+    of_scalars = core.tuple([]), core.constexpr(1)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else of_scalars
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor

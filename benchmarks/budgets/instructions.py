@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import gnsfast
 from benchmarks import apart
 from benchmarks.budget import Budget, Rows
-from benchmarks.networks import GPT, NarrowGPT2, gpt_case, perceptron_case
+from benchmarks.networks import GPT, gpt_case, perceptron_case
 
 WARM_UP = 8  # after which CPython has specialised a function's bytecode
 CALLS = 3  # counted one by one: they differ by up to 0.5 %, their least by 0.25 % from run to run
@@ -60,8 +60,8 @@ def linear(B: int, T: int) -> Runs:
     """A wide output: an extra pass over dy is 3 % of what gnsfast adds. A narrow input: valgrind
     takes long for a GEMM.
     """
-    x, dy = torch.randn(B, T, 8, requires_grad=True), torch.randn(B, T, 256)
-    return layer(lambda: nn.Linear(8, 256), x, dy)
+    x, dy = torch.randn(B, T, 4, requires_grad=True), torch.randn(B, T, 256)
+    return layer(lambda: nn.Linear(4, 256), x, dy)
 
 
 def embedding() -> Runs:
@@ -77,8 +77,14 @@ def layer_norm(B: int, T: int) -> Runs:
 class TinyGPT(GPT):
     """Tensors so small that the host's work is what is counted."""
 
-    B, T, vocabulary = 4, 16, 64
-    sizes = 32, 2, 1
+    B, T, vocabulary = 4, 8, 64
+    sizes = 16, 2, 1
+
+
+class TinyGPT2(TinyGPT):
+    """Three blocks, as GPT-2's, the head tied to the embedding."""
+
+    sizes, tied = (16, 2, 3), True
 
 
 def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
@@ -136,9 +142,7 @@ CASES: dict[str, Callable[[], Runs]] = {
     "LayerNorm, long samples": lambda: layer_norm(4, 256),
     "GPT step": lambda: estimator(*gpt_case(TinyGPT)),
     "GPT step, asked": asked,
-    "GPT-2 step, 3 blocks": lambda: estimator(
-        partial(NarrowGPT2, 32, 2, 3), *gpt_case(NarrowGPT2)[1:]
-    ),
+    "GPT-2 step, 3 blocks": lambda: estimator(*gpt_case(TinyGPT2)),
     "Perceptron, norms": lambda: norms(*perceptron_case()),
     "Perceptron, estimator": lambda: estimator(*perceptron_case()),
 }

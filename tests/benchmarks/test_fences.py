@@ -38,7 +38,7 @@ FAULTS = {
 }
 
 ROOT = Path(__file__).parents[2]
-BY_POINTERS = r"^(linear_\w+ 128x128x64 8 warps 3 stages|gram (16|64)|attention .*), bf16"
+BY_POINTERS = r"^(linear_\w+ 128x128x64 8 warps 3 stages|gram (16|64)), bf16"
 
 
 @pytest.mark.parametrize("code", [RIGHT, f"{PRODUCT}\n{RIGHT}", RIGHT.replace(PRODUCT, OF_HOPPER)])
@@ -53,14 +53,15 @@ def test_planted_fault(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["90", "100"])
-def test_kernels_that_read_by_pointers(gpu: str) -> None:
-    """Seen to fail on Triton 3.6.0 and 3.7.0, where none of them has a fence after its waits."""
+def test_kernels_that_read_by_pointers() -> None:
+    """Seen to fail on Triton 3.6.0 and 3.7.0, where none of them has a fence after its waits. All
+    other kernels, and Hopper's, are read in ``test_triton_compile.py``.
+    """
     pytest.importorskip("triton", reason="triton is there on Linux alone")
-    command = [sys.executable, "-m", "benchmarks.fences", gpu, BY_POINTERS]
+    command = [sys.executable, "-m", "benchmarks.fences", "100", BY_POINTERS]
     compiled = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     how = dict(stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=compiled)
     done = subprocess.run(command, **how)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) > 25
+    assert len(rows) == 5
     assert [row["kernel"] for row in rows if row["unfenced"]] == []

@@ -2,6 +2,7 @@
 """``gnsfast branch``: a result, a folder that it continues, and one line for bad input."""
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,11 @@ def test_grid() -> None:
 
 @pytest.mark.slow
 def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command makes no run itself: it finds the file in each process, wherever that works."""
+    """The command makes no run itself: it finds the file in each process, wherever that works. Only
+    what is launched imports torch again, for seconds.
+    """
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("from branch_runs import MeasuredRun as make")
     how = {"k": "1,2", "tokens": 480}
