@@ -14,7 +14,6 @@ from benchmarks.contestants.cases import LayerCase
 from benchmarks.gpu import attention, operators, peers, step
 from benchmarks.gpu import parts as gpu
 from gnsfast.ops import backends, extension
-from tests import interpreter
 
 CASES = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 ATTENTION = [attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)]
@@ -57,13 +56,10 @@ def few() -> Iterator[None]:
 
 @contextmanager
 def arranged() -> Iterator[None]:
-    """Make ``gpu.PARTS`` tiny. Triton reads its variable at its import, which comes later. Its
-    interpreter works as in the tests.
-    """
+    """Make ``gpu.PARTS`` tiny. Triton reads its variable at its import, which comes later."""
     interpreted = {"TRITON_INTERPRET": "1", backends.VARIABLE: "triton"}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict("os.environ", interpreted))
-        interpreter.spare_work()
         stack.enter_context(tiny())
         stack.enter_context(few())
         for module, name, value in REPLACED:
