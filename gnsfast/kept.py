@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ def kept_state(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     its parameters (as those of a teacher that forward updates), its hooks (which transformers adds
     in the first pass that needs them), and the own attributes of its modules: numbers, tensors,
     arrays, and what lists, dictionaries, tuples, sets, queues and plain objects hold, such as a
-    meter. The same for objects among the arguments that are ``given``, such as a cache, and for all
-    objects that they hold.
+    meter. The same for objects among the arguments that are ``given``, such as a cache.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
@@ -34,7 +32,7 @@ def kept_state(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     found = _Found()
     for value in given:
         if not isinstance(value, Tensor):
-            found.add(value, is_given=True)
+            found.add(value)
     for t in model.buffers():
         found.add(t)
     for p in model.parameters():  # such as a gradient that a function of the model adds to
@@ -71,10 +69,8 @@ class _Found:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._tensors: dict[int, tuple[Any, Any]] = {}
 
-    def add(self, value: Any, is_given: bool = False) -> None:
-        """Keep what ``value`` holds, and all that is in it. Of a module's attributes other objects
-        than plain ones, such as a trainer, may change meanwhile for reasons of their own.
-        """
+    def add(self, value: Any) -> None:
+        """Keep what ``value`` holds, and all that is in it."""
         if isinstance(value, Tensor):
             # An attribute with a graph is an activation.
             if value.grad_fn is None and not isinstance(value, nn.Parameter):
@@ -82,16 +78,16 @@ class _Found:
         elif type(value) in (*CONTAINERS, tuple) and id(value) not in self._containers:
             self._containers[id(value)] = value, value if type(value) is tuple else copy(value)
             for each in value.values() if isinstance(value, dict) else value:
-                self.add(each, is_given)
+                self.add(each)
         elif type(value).__module__ == "numpy" and hasattr(value, "setflags"):
             self._tensors[id(value)] = value, value.copy()
-        elif _is_plain(value) or (is_given and hasattr(value, "__dict__") and _is_data(value)):
-            self.add(vars(value), is_given)
+        elif _is_plain(value):
+            self.add(vars(value))
 
     def restore(self) -> None:
         """Let all hold what they held."""
         for container, content in self._containers.values():
-            if type(container) is not tuple and _entries(container) != _entries(content):
+            if type(container) is not tuple:
                 container.clear()
                 is_row = isinstance(container, (list, deque))
                 (container.extend if is_row else container.update)(content)
@@ -107,25 +103,12 @@ class _Found:
                 t[...] = value
 
 
-def _entries(container: Any) -> list[int]:
-    """What tells whether a container holds other objects now. (Another thread may use one that this
-    one leaves as it is.)
-    """
-    own = (*container, *container.values()) if isinstance(container, dict) else container
-    return [*map(id, own)]
-
-
 def _is_plain(value: Any) -> bool:
     """Whether an object has attributes, none of which is an object that has some."""
     own, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
     simple = [each for each in own if isinstance(each, held) or not hasattr(each, "__dict__")]
-    return 0 < len(own) == len(simple) and _is_data(value)
-
-
-def _is_data(value: Any) -> bool:
-    """Whether an object is no code, and no tensor or container, which are kept by themselves."""
-    others = (nn.Module, torch.optim.Optimizer, Tensor, *CONTAINERS)
-    return not isinstance(value, (type, ModuleType, FunctionType, MethodType, *others))
+    others = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
+    return 0 < len(own) == len(simple) and not isinstance(value, others)
 
 
 class _Writes(TorchFunctionMode):
