@@ -127,7 +127,7 @@ class Batches:
             with self._looking(self._structure.leaves):
                 self._passes.begin(self._passes.asked)
                 crossed = returned.crossing(given, samples)
-        except Exception as error:  # the model's own, as of a reentrant checkpoint between parts
+        except RuntimeError as error:  # such as that of a reentrant checkpoint between the parts
             self.proof = self.proof._replace(reason=self.proof.reason or first_line(error))
             return
         for other in crossed:

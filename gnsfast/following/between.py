@@ -3,7 +3,6 @@
 part gets must be made of the same sample of what other parts have returned.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,20 +20,20 @@ class Returned:
     """The results of the parts in an open block, of B samples."""
 
     def __init__(self) -> None:
-        self._of: dict[Edge, tuple[weakref.ref[nn.Module], Layout]] = {}
+        self._of: dict[Edge, tuple[nn.Module, Layout]] = {}
 
     def add(self, module: nn.Module, results: Sequence[Tensor], places: Sequence[Any]) -> None:
         """Note what a part has returned, in which the samples lie as ``places`` say."""
         for t, place in zip(results, places):
             if isinstance(place, Layout) and t.requires_grad:
                 edge = torch.autograd.graph.get_gradient_edge(t)
-                self._of[edge.node, edge.output_nr] = weakref.ref(module), place
+                self._of[edge.node, edge.output_nr] = module, place
 
     def crossing(self, given: Sequence[tuple[Tensor, Layout]], B: int) -> list[nn.Module]:
         """The parts of whose results a sample reaches another one of what a part is ``given``, as
         the gradients between them show.
         """
-        found: dict[weakref.ref[nn.Module], None] = {}
+        found: dict[nn.Module, None] = {}
         edges = self._behind([t for t, _ in given])
         for samples in telling_apart(B) if edges else ():
             others = [b for b in range(B) if b not in samples]
@@ -49,12 +48,12 @@ class Returned:
                 allow_unused=True,
             )
             for edge, g in zip(edges, grads):
-                part, layout = self._of[edge]
+                module, layout = self._of[edge]
                 if g is not None and layout.fits(g.shape, B):
                     own_B = layout.samples_first(g, B).flatten(1).square().sum(1)
                     if float(own_B[others].sum()) > 1e-12 * float(own_B.sum()):
-                        found[part] = None
-        return [module for part in found if (module := part()) is not None]
+                        found[module] = None
+        return [*found]
 
     def _behind(self, tensors: list[Tensor]) -> list[Edge]:
         """The results that are the nearest ones behind some tensors."""
