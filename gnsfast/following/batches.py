@@ -123,13 +123,9 @@ class Batches:
         given = [(t, own) for t, own in held if own and isinstance(t, Tensor) and t.requires_grad]
         if samples < 2 or not given or self._passes.is_reached:
             return
-        try:
-            with self._looking(self._structure.leaves):
-                self._passes.begin(self._passes.asked)
-                crossed = returned.crossing(given, samples)
-        except RuntimeError as error:  # such as that of a reentrant checkpoint between the parts
-            self.proof = self.proof._replace(reason=self.proof.reason or first_line(error))
-            return
+        with self._looking(self._structure.leaves):
+            self._passes.begin(self._passes.asked)
+            crossed = returned.crossing(given, samples)
         for other in crossed:
             why = BETWEEN.format(type(other).__name__, type(module).__name__)
             leaves = self._structure.leaves_of(other) + self._structure.leaves_of(module)

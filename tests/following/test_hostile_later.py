@@ -691,17 +691,6 @@ def test_samples_that_meet_between_parts(loss: Model) -> None:
     assert not right_or_named(model, torch.randn(5, 6, D), 5, loss)
 
 
-def test_a_checkpoint_between_parts_that_takes_no_gradient_alone() -> None:
-    """What flows through it is not proven, which is no secret."""
-    model, x = nn.ModuleDict({"encoder": linear(), "decoder": linear()}), torch.randn(5, 6, D)
-    real = in_its_batch(model, lambda: per_sample(model["decoder"](model["encoder"](x).sin())))
-    with gnsfast.per_sample_sqnorms(model, 5) as norms:
-        h = checkpoint(torch.sin, model["encoder"](x), use_reentrant=True)
-        per_sample(model["decoder"](h)).sum().backward()
-    assert_norms(norms, real, rtol=1e-3)
-    assert "use_reentrant=True" in gnsfast.coverage(model).proof
-
-
 def test_a_model_that_gets_its_own_results_in_another_order() -> None:
     model = nn.Sequential(linear(), nn.Tanh())
     twice = lambda m, x: per_sample(m(m(x).flip(0)).flip(0))
