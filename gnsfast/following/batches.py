@@ -101,22 +101,21 @@ class Batches:
         if module is self._block.caller():
             if torch.is_grad_enabled():
                 self.show(args, kwargs)
-                self._compare(self._structure.model, args, kwargs)
+                self._compare(module, args, kwargs)
             return
         # What gets no tensor, such as a parametrization, shows nothing.
         if torch.is_grad_enabled() and tensors_of((args, kwargs)):
             self.learn(module, args, kwargs)
-        if module in self._parts:
             self._compare(module, args, kwargs)
+        if module in self._parts:
             self._later.fail_wrong()
             self._run_begins(module, self._structure.leaves_of(module))
 
     def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the parameters of parts between which samples meet, or change places."""
-        if (returned := self._block.returned) is None or not torch.is_grad_enabled():
-            return
-        (samples, _, documents), known = self._passes.asked, self._parts.get(module, self._learned)
-        if known is None or documents is not None or self._groups:
+        samples, _, documents = self._passes.asked
+        returned, known = self._block.returned, self._parts.get(module, self._learned)
+        if returned is None or known is None or documents is not None or self._groups:
             return
         batch = Example.of(args, kwargs, samples, known.arrangement)
         held = zip(tensors_of((args, kwargs), KINDS), batch.layouts if batch else ())
@@ -238,10 +237,9 @@ class Batches:
         if not self.is_learning and not torch.compiler.is_compiling():
             if not (self.is_by_run and module is self._structure.model):
                 self._structure.running.modules.discard(module)
-            if (returned := self._block.returned) is not None and torch.is_grad_enabled():
-                own = self._structure.model if module is self._block.caller() else module
-                known = self._parts.get(own, self._learned) or Learned()
-                returned.add(own, tensors_of(output), known.results)
+            known = self._parts.get(module, self._learned)
+            if self._block.returned is not None and known is not None and torch.is_grad_enabled():
+                self._block.returned.add(module, tensors_of(output), known.results)
             if module is self._block.caller() and torch.is_grad_enabled():
                 self._fail_in_another_order()
 
