@@ -99,7 +99,8 @@ class Example(NamedTuple):
         shapes = [t.shape for t in tensors if t.shape[:1] == (B,) and not _is_of_tokens(t, B)]
         others = [d for d in range(1, dims) if any(shape[d : d + 1] == (B,) for shape in shapes)]
         first = bool(listed) and not any(B in t.shape[:2] for t in tensors_of(listed))
-        ways = itertools.product((False, True), (False, True), (None, *others), (first, not first))
+        rows = {False, any(B in t.shape[1:2] and not t.shape[0] % B for t in tensors)}
+        ways = itertools.product(sorted(rows), (False, True), (None, *others), (first, not first))
         found: list[Example] = []
         for in_rows, apart, dim, lists in ways:
             own = cls.of(args, kwargs, B, Arrangement(lists, dim, apart, in_rows))
