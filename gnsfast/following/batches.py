@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
-from gnsfast.following.between import Returned
 from gnsfast.following.checkpoints import not_reentrant
-from gnsfast.following.examples import FEW, KINDS, Arrangement, Example, lists_of
+from gnsfast.following.examples import FEW, Arrangement, Example, lists_of
 from gnsfast.following.hooks import Hook
-from gnsfast.following.later import MORE, Later, is_due
+from gnsfast.following.later import MORE, Later
 from gnsfast.following.layouts import Layout
 from gnsfast.following.leaf import Leaf, nobody
 from gnsfast.following.learning import Learned, Trial, learn, learn_skipped
@@ -39,15 +38,13 @@ from gnsfast.tensors import tensors_of
 class _Block:
     """What belongs to an open block: the model or the wrapper of it that is called, what that got,
     or the function that the user gave to ``run`` in its place. ``is_shown_again``: that has been
-    learnt from, after the first batch. ``returned`` is what parts have returned, None if this block
-    does not compare it with what others get.
+    learnt from, after the first batch.
     """
 
     caller: Any = nobody
     batch: Any = None
     run: Callable[..., Any] | None = None
     is_shown_again: bool = False
-    returned: Returned | None = field(default_factory=Returned)
     hooks: list[Any] = field(default_factory=list)
 
 
@@ -70,8 +67,7 @@ class Batches:
         self._known: dict[Any, Learned] = {}  # what batches of some size, or form, have shown
         self._later = Later(structure, passes)
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._parts: weakref.WeakKeyDictionary[nn.Module, Learned] = weakref.WeakKeyDictionary()
-        self._blocks = 0  # since the last part was learnt
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._block, self.watcher = _Block(), nobody
         structure.running.on_unseen = weakref.WeakMethod(self._show_unseen)
 
@@ -101,42 +97,17 @@ class Batches:
         if module is self._block.caller():
             if torch.is_grad_enabled():
                 self.show(args, kwargs)
-                self._compare(module, args, kwargs)
             return
         # What gets no tensor, such as a parametrization, shows nothing.
         if torch.is_grad_enabled() and tensors_of((args, kwargs)):
             self.learn(module, args, kwargs)
-            self._compare(module, args, kwargs)
         if module in self._parts:
-            self._later.fail_wrong()
             self._run_begins(module, self._structure.leaves_of(module))
-
-    def _compare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the parameters of parts between which samples meet, or change places."""
-        samples, _, documents = self._passes.asked
-        returned, known = self._block.returned, self._parts.get(module, self._learned)
-        if returned is None or known is None or documents is not None or self._groups:
-            return
-        batch = Example.of(args, kwargs, samples, known.arrangement)
-        held = zip(tensors_of((args, kwargs), KINDS), batch.layouts if batch else ())
-        given = [(t, own) for t, own in held if own and isinstance(t, Tensor) and t.requires_grad]
-        if samples < 2 or not given or self._passes.is_reached:
-            return
-        with self._looking(self._structure.leaves):
-            self._passes.begin(self._passes.asked)
-            crossed = returned.crossing(given, samples)
-        for other in crossed:
-            why = BETWEEN.format(type(other).__name__, type(module).__name__)
-            leaves = self._structure.leaves_of(other) + self._structure.leaves_of(module)
-            self._later.wrong.update({leaf.name: why for leaf in leaves})
-        self._later.fail_wrong()
 
     def end(self) -> None:
         """End what a block began."""
         self._unwatch()
-        self._blocks += 1
-        self._block = _Block(returned=Returned() if is_due(self._blocks + 1) else None)
-        self._structure.given = ()
+        self._block, self._structure.given = _Block(), ()
         self._later.end(self.proof)
 
     def _unwatch(self) -> None:
@@ -237,9 +208,6 @@ class Batches:
         if not self.is_learning and not torch.compiler.is_compiling():
             if not (self.is_by_run and module is self._structure.model):
                 self._structure.running.modules.discard(module)
-            known = self._parts.get(module, self._learned)
-            if self._block.returned is not None and known is not None and torch.is_grad_enabled():
-                self._block.returned.add(module, tensors_of(output), known.results)
             if module is self._block.caller() and torch.is_grad_enabled():
                 self._fail_in_another_order()
 
@@ -325,8 +293,7 @@ class Batches:
         if module is model:
             self.is_learned = True
         else:
-            self._parts.setdefault(module, Learned())
-            self._blocks, self._block.returned = 0, self._block.returned or Returned()
+            self._parts.add(module)
             more = (m for m in model.modules() if m is not model and m not in self._looked)
             self.is_learned = not any(self._structure.leaves_of(m) for m in more)
         if self._block.hooks:  # compiled code runs best without those that are not needed now
@@ -480,9 +447,7 @@ class Batches:
             learned = learned.joined(learn_skipped(trial._replace(learned=learned)))
         learned.tell(trial.leaves, trial.is_part)
         self.is_half |= learned.is_half
-        if trial.is_part:
-            self._parts[trial.module] = learned
-        else:
+        if not trial.is_part:
             self._learned, self.is_by_run = learned, self._block.run is not None
             self._known.clear()
             self._know(learned)
@@ -542,10 +507,6 @@ UNCLEAR = (
 )
 ROWS_ARE_NO_SAMPLES = "rows of packed documents are not samples here"
 NOT_BEGUN = "no batch has gone through the model in a block"
-BETWEEN = (
-    "samples meet or change places between {0} and {1}, parts that the model does not call itself. "
-    "With gnsfast.configure(model, example=batch, run=step) the whole pass shows where they are"
-)
 BLIND = (
     "The parameters are sharded, and in the first block every process had one sample, so nothing "
     "is known of several. Before this block call gnsfast.configure(model, example=batch) on every "

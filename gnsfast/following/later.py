@@ -125,8 +125,9 @@ class Later:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to show that samples do not meet."""
-        return is_due(self.count)
+        """Whether it is to show that samples do not meet. Of n batches log4(n) do so."""
+        bits = self.count.bit_length()
+        return bits % 2 == 0 and self.count == 1 << bits - 1
 
     def some_of(self, samples: int) -> list[int]:
         """The half of the samples that have a part in its loss, another one each time: of two that
@@ -144,12 +145,6 @@ class Later:
     def kind(self) -> tuple[Any, ...]:
         """What tells this batch from those that have proven it."""
         return self.form, self._structure.model.training, self._passes.asked.samples, *self.sizes
-
-
-def is_due(count: int) -> bool:
-    """Whether batch number ``count`` is to show something again. Of n batches log4(n) do so."""
-    bits = count.bit_length()
-    return bits % 2 == 0 and count == 1 << bits - 1
 
 
 UNCHANGED = {0: (1, 1)}
