@@ -89,19 +89,6 @@ def test_times_that_all_samples_share(sizes: tuple[int, ...]) -> None:
         assert len(right_or_named(model, x, len(x[0]))) == 6
 
 
-def test_classes_that_may_be_samples() -> None:
-    """As many names of classes as images: which of both are the samples cannot be seen."""
-
-    def run(m: Any, x: Any) -> Tensor:
-        images, names = x
-        return m.image(images).tanh() @ m.text(names).tanh().mT
-
-    model = Made(run, image=linear(), text=linear())
-    with gnsfast.per_sample_sqnorms(model, 5):
-        model((torch.randn(5, D), torch.randn(5, D))).square().sum().backward()
-    assert gnsfast.coverage(model).proof
-
-
 def test_tokens_of_a_mask_in_heads() -> None:
     """A view with one more dimension does not hide that the data have chosen the rows."""
 
