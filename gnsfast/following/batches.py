@@ -54,7 +54,8 @@ class Batches:
     ``proof`` says how far the norms are proven. ``is_learned``: every module was seen.
     ``is_learning``: the model runs to show something. ``is_half``: it computes in half precision.
     ``is_by_run``: a function that the user gave has shown all that a pass runs, in modules or not.
-    ``watcher``, a weak reference, is what ``learned()`` is called of when a batch has shown more.
+    ``watcher`` is a weak reference to the owner of the open block, whose ``learned()`` is called
+    when a batch has shown something.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:

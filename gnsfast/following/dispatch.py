@@ -35,6 +35,7 @@ from gnsfast.following.functions import (
     is_transformed,
     name_of,
     numbered,
+    of_torch,
     renew_attention,
 )
 from gnsfast.following.kernels import KERNELS
@@ -160,6 +161,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if by_compiler or not torch.is_grad_enabled():
         with unfollowed():
             return func(*args, **kwargs)
+    if not compiling():
+        func = of_torch(func)
     if (opened := OPENED.get(func)) is not None:
         if func is torch.autograd.backward:
             fail(args[0], OF_NO_SAMPLE)

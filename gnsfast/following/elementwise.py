@@ -129,7 +129,7 @@ def broadcast(
     leaves = call.leaves
     layout: Place
     if call.name == "scaled_dot_product_attention":
-        shape: Any = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+        shape: torch.Size | None = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
     else:
         shape = _broadcast([t.shape for t in leaves if isinstance(t, Tensor)])
     if shape is None:

@@ -77,6 +77,22 @@ def name_of(func: Any) -> str:
     return name
 
 
+_OWN = {name: f for name, f in vars(F).items() if isinstance(f, types.FunctionType)}
+_own = frozenset(_OWN.values())
+
+
+def of_torch(func: Any) -> Any:
+    """The function of ``torch.nn.functional`` in whose place somebody has put ``func``, which calls
+    it: torch says by this name what it calls itself. Any other function as it is.
+    """
+    if type(func) is not types.FunctionType or func in _own:
+        return func
+    if func.__module__.startswith("torch.") and vars(F).get(func.__name__) is not func:
+        return func  # such as torch.einsum
+    name = next((name for name, f in vars(F).items() if f is func), "")
+    return _OWN.get(name, func)
+
+
 _NO_SUBCLASS = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda *_: False)
 
 
@@ -120,7 +136,7 @@ def _set_item(x: Tensor, index: Any, value: Any) -> Tensor:
     return x
 
 
-class OfLeaves(NamedTuple):
+class Flattened(NamedTuple):
     """A function of the leaves of its arguments, which ``spec`` puts together. That is None where
     each argument is a leaf: pytree takes 10 µs to flatten a few.
     """
@@ -146,7 +162,7 @@ class Call:
             self.leaves, spec = pytree.tree_flatten((args, kwargs))
         else:
             self.leaves, spec = [*args], None
-        self.function = OfLeaves(_set_item if self.name == "__setitem__" else func, spec)
+        self.function = Flattened(_set_item if self.name == "__setitem__" else func, spec)
         self.constants = self.leaves
         self.own, self.expressions = [], []
         for i, t in enumerate(self.leaves):

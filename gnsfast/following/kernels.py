@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import batch_norm as torch_batch_norm
+from torch.nn.functional import group_norm as torch_group_norm
+from torch.nn.functional import instance_norm as torch_instance_norm
 
 from gnsfast import functional
 from gnsfast.following.functions import PRODUCTS
@@ -63,7 +66,7 @@ def _linear(
     use = begin(name, x, (weight, bias), _of_features, place=place, transposed=transposed)
     if use is None:
         return NotImplemented
-    leaf, layout, plan, probe, _ = use
+    leaf, layout, plan, probe = use.leaf, use.layout, use.plan, use.probe
     dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
     moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
     if moved:
@@ -136,7 +139,7 @@ def embedding(
     use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
     if use is None:
         return NotImplemented
-    leaf, _, plan, probe, _ = use
+    leaf, plan, probe = use.leaf, use.plan, use.probe
     _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
     if tied and leaf.found.is_taken and compiling():
@@ -267,9 +270,9 @@ def group_norm(
     """``F.group_norm(input, num_groups, weight, bias, eps)``"""
 
     def norm(w: Any, b: Any) -> Tensor:
-        return F.group_norm(input, num_groups, w, b, eps)
+        return torch_group_norm(input, num_groups, w, b, eps)
 
-    normalised = partial(F.group_norm, num_groups=num_groups, eps=eps)
+    normalised = partial(torch_group_norm, num_groups=num_groups, eps=eps)
     return _channels("group_norm", input, weight, bias, normalised, norm)
 
 
@@ -288,7 +291,7 @@ def batch_norm(
         return NotImplemented
 
     def norm(w: Any, b: Any) -> Tensor:
-        return F.batch_norm(input, running_mean, running_var, w, b, False, momentum, eps)
+        return torch_batch_norm(input, running_mean, running_var, w, b, False, momentum, eps)
 
     normalised = partial(_by_running, mean=running_mean, var=running_var, eps=eps)
     return _channels("batch_norm", input, weight, bias, normalised, norm)
@@ -308,9 +311,9 @@ def instance_norm(
     mean, var = running_mean, running_var
 
     def norm(w: Any, b: Any) -> Tensor:
-        return F.instance_norm(input, mean, var, w, b, use_input_stats, momentum, eps)
+        return torch_instance_norm(input, mean, var, w, b, use_input_stats, momentum, eps)
 
-    normalised: Callable[[Tensor], Tensor] = partial(F.instance_norm, eps=eps)
+    normalised: Callable[[Tensor], Tensor] = partial(torch_instance_norm, eps=eps)
     if not use_input_stats:
         normalised = partial(_by_running, mean=mean, var=var, eps=eps)
     return _channels("instance_norm", input, weight, bias, normalised, norm)

@@ -306,8 +306,10 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
     return None if saves_nothing() or not B else _owners(x.grad_fn, x.output_nr, x.shape[0], B)
 
 
-def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
-    """The same for the n rows of result ``number`` of a node."""
+def _owners(fn: Any, number: int, n: int, B: int, deep: int = 0) -> Owners | None:
+    """The same for the n rows of result ``number`` of a node, behind so many others."""
+    if deep > DEEP:
+        return None
     todo: list[tuple[Any, int, int | None]] = [(fn, number, None)]
     seen = set[Any]()
     while todo and len(seen) < FAR:
@@ -317,7 +319,7 @@ def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
         seen.add(at)
         size = torch.Size() if fn is None else _size_of(fn, number)
         keeps = any(_holds(size[: d + 1].numel(), n, start) for d in range(len(size)))
-        if not keeps or _is_made(fn):
+        if not keeps or _is_made(fn) or fn.name() in MOVES:
             continue
         name, behind = fn.name(), fn.next_functions
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
@@ -327,8 +329,10 @@ def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
             start = (start or 0) + (begin if begin < 2**63 else begin + rows - 2**64)
         if name == "CatBackward0" and fn._saved_dim == 0 and all(f for f, _ in behind):
             parts = [(f, nr, _size_of(f, nr)[0]) for f, nr in behind]
-            of_all = [_owners(*part, B) for part in parts if sum(k for *_, k in parts) == n]
-            if known := all(of_all) and [own for own in of_all if own]:
+            is_all = sum(k for *_, k in parts) == n
+            of_all = [_owners(*part, B, deep + 1) for part in parts] if is_all else [None]
+            known = [own for own in of_all if own is not None]
+            if len(known) == len(of_all):
                 return known[0]._replace(owner_N=torch.cat([own.owner_N for own in known]))
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
             size = _size_of(*behind[0])
@@ -336,7 +340,7 @@ def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
             if rows and rows % B == 0 and _holds(size[1:-1].numel(), n, start):
                 index = (index + rows) % 2**64 if index >= rows else index  # -1 has no sign there
                 at_n = torch.full((n,), index, device=fn._input_metadata[0].device)
-                return _owners_at(at_n, behind[0], size, B)
+                return _owners_at(at_n, behind[0], size, B, deep)
         if name == "IndexBackward0" or (name in ALONG and fn._saved_dim == 0):
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
             k, index = next((k, i) for k, i in enumerate(indices) if i is not None)
@@ -353,19 +357,21 @@ def _owners(fn: Any, number: int, n: int, B: int) -> Owners | None:
             chosen = index.ndim == 1 and index.dtype == torch.int64 and is_first
             if chosen and _holds(len(index), n, start):
                 index = index.as_subclass(Tensor)[start or 0 :][:n] % size[0]
-                return _owners_at(index, behind[0], size, B)
+                return _owners_at(index, behind[0], size, B, deep)
         todo += [(f, nr, start) for f, nr in behind[: 1 if name in INSERTS else None]]
     return None
 
 
-def _owners_at(at_n: Tensor, of: tuple[Any, int], size: torch.Size, B: int) -> Owners | None:
+def _owners_at(
+    at_n: Tensor, of: tuple[Any, int], size: torch.Size, B: int, deep: int
+) -> Owners | None:
     """Those of some rows of a node's result, ``of`` which number, that may be chosen rows too."""
     (fn, number), rows = of, size[0]
     while fn.name() == "UnsqueezeBackward0":  # as each of many experts makes of the same rows
         fn, number = fn.next_functions[0]
     known: dict[Any, Owners | None] = fn.metadata.setdefault(OWNERS, {})
     if (key := (number, rows, B)) not in known:
-        known[key] = _owners(fn, number, rows, B)
+        known[key] = _owners(fn, number, rows, B, deep + 1)
     if (own := known[key]) is not None:
         return own._replace(owner_N=own.owner_N[at_n])
     if rows % B or CHOSEN in fn.metadata:
@@ -395,6 +401,9 @@ OWNERS, CHOSEN = "gnsfast: samples of rows", "gnsfast: chosen by the data"
 
 ALONG = frozenset(("IndexSelectBackward0", "GatherBackward0"))
 """Nodes of an index along one dimension."""
+
+MOVES = frozenset(("FlipBackward0", "RollBackward0"))
+"""Nodes whose result has the rows of their argument in another order."""
 
 INSERTS = frozenset(
     f"{name}Backward0"
@@ -440,3 +449,6 @@ FLATTENED = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBack
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""
+
+DEEP = 16
+"""So many indices one behind the other are followed."""

@@ -134,8 +134,8 @@ class Leaf:
     it in the example, in their order, and ``routes`` those in which it meets the data. ``probe`` is
     for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
     and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
-    ``rows`` rows, which is 0 where that is not known. ``recent`` are the uses of the pass before,
-    by the number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
+    ``rows`` rows, which is 0 where that is not known. ``recent`` are uses of earlier passes, by
+    the number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
     ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
     ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be seen.
     ``clear`` are shapes of single samples that a batch has shown outside of what the example ran.
@@ -250,6 +250,14 @@ class Leaf:
                 return step
         chosen = self.chosen.get(name, NO_ROWS) if self.is_unseen else NO_ROWS
         return self.by_name.get(name) or Step(name, chosen=chosen)
+
+    @property
+    def is_in_example(self) -> bool:
+        """Whether a function that takes it now is one of those that the example ran, in forward: no
+        guess, and no run again by a checkpoint, which counts nothing.
+        """
+        in_forward = torch._C._current_graph_task_id() == -1
+        return self.is_learned and in_forward and not self.running.is_outside
 
     @property
     def is_unseen(self) -> bool:

@@ -19,6 +19,7 @@ from gnsfast.following.functions import (
     is_transformed,
     name_of,
     numbered,
+    of_torch,
 )
 from gnsfast.following.layouts import Owners, Print, mark_chosen, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
@@ -69,7 +70,7 @@ class Look(TorchFunctionMode):
             _mark(t, DATA)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, of_torch(func)
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)

@@ -220,7 +220,7 @@ class Use(NamedTuple):
         parameters are whole ones, and the data choose nothing.
         """
         leaf, first = self.leaf, self.expressions[0].leaves[0]
-        is_shown = leaf is first and leaf.is_learned and not leaf.is_unseen
+        is_shown = leaf is first and leaf.is_in_example and not leaf.is_unseen
         return (
             is_shown
             and isinstance(self.layout, Layout)
@@ -249,7 +249,7 @@ class Use(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """A use of the pass before, what its function got, and the sizes of that pass's samples."""
+    """A use of an earlier pass, what its function got, and the sizes of that pass's samples."""
 
     name: str
     shape: torch.Size
@@ -262,14 +262,12 @@ class Recent(NamedTuple):
         leaf = self.use.leaf
         if name != self.name or type(x) is not Tensor or x.shape != self.shape:
             return False
-        if leaf.running.is_outside or leaf.left_out or leaf.growth.sizes is not self.sizes:
+        if leaf.left_out or leaf.growth.sizes is not self.sizes or not leaf.is_in_example:
             return False
-        for t, own in zip(parameters, self.parameters):
-            if t is not own or (t is not None and not t.requires_grad):
-                return False
-        return (
-            torch._C._current_graph_task_id() == -1
-        )  # a checkpoint that runs again counts nothing
+        return all(
+            t is own and (t is None or t.requires_grad)
+            for t, own in zip(parameters, self.parameters)
+        )
 
 
 Takes = Callable[[Tensor, Layout | Chosen, Leaf], bool]
@@ -304,7 +302,7 @@ def begin(
     name: str, x: Tensor, parameters: tuple[Any, ...], takes: Takes = in_first, **options: Any
 ) -> Use | None:
     """The use of ``parameters`` by function ``name`` with the ``options`` of ``_begun``; None where
-    no kernel serves it. Where the pass before had one like it, it is that one.
+    no kernel serves it. A use like one of an earlier pass is that one again.
     """
     first = None if compiling() else expression_of(parameters[0])
     if first is None or not first.is_whole or "has_plan" in options or name in OURS:

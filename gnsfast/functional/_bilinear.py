@@ -7,8 +7,8 @@ Legend: N rows of all samples, I and J the features of the inputs, O those of th
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import bilinear as torch_bilinear
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
@@ -23,7 +23,7 @@ class _Bilinear(torch.autograd.Function):
         plan.check("bilinear", probe, sum(ctx.needs_input_grad[2:4]), w)
         ctx.save_for_backward(x, y, w, *plan.tensors())
         ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
-        z = F.bilinear(x, y, w, b)
+        z = torch_bilinear(x, y, w, b)
         if not torch.compiler.is_compiling() and z._is_view():  # see ``_linear.py``
             z = z.data
         return z

@@ -14,8 +14,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
@@ -48,7 +48,7 @@ class _Head(NamedTuple):
         w, b = self.w_VD[rows].to(self.dtype), None
         if self.b_V is not None:
             b = self.b_V[rows].to(self.dtype)
-        z = F.linear(x, w, b) if isinstance(rows, slice) else x @ w.mT
+        z = torch_linear(x, w, b) if isinstance(rows, slice) else x @ w.mT
         if b is not None and not isinstance(rows, slice):
             z += b[..., None, :]
         z = z.to(accumulate_dtype(self.dtype))

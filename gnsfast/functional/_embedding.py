@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding as torch_embedding
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
@@ -36,7 +36,7 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         B, table = _samples(probe, plan), (w.shape[0], padding, w.dtype)
         ctx.kept = plan.without_tensors(), B, table, wgrad, links[::3]
-        y = F.embedding(ids, w, padding_idx)
+        y = torch_embedding(ids, w, padding_idx)
         if not tied:
             return (y,)
         B, T, D = samples_first(y, B, plan.batch_dim).shape

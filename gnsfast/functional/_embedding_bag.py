@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding_bag as torch_embedding_bag
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
@@ -31,7 +32,7 @@ class _EmbeddingBag(torch.autograd.Function):
         padding_idx: int | None,
     ) -> Tensor:
         plan.check("embedding_bag", probe, 1, w)
-        y: Tensor = F.embedding_bag(
+        y: Tensor = torch_embedding_bag(
             ids,
             w,
             offsets,

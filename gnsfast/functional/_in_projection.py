@@ -5,8 +5,8 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass, cast_like
@@ -40,13 +40,13 @@ class _InProjection(torch.autograd.Function):
         ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
         if n == 3:
             biases = (None, None, None) if b is None else b.chunk(3)
-            return tuple(F.linear(xs[s], w, c) for s, w, c in zip(sources, weights, biases))
+            return tuple(torch_linear(xs[s], w, c) for s, w, c in zip(sources, weights, biases))
         E = len(weights[0]) // 3
         outputs: list[Tensor] = []
         for source, run in groupby(range(3), key=sources.__getitem__):  # one product for a run
             same = list(run)
             rows = slice(same[0] * E, (same[-1] + 1) * E)
-            y = F.linear(xs[source], weights[0][rows], None if b is None else b[rows])
+            y = torch_linear(xs[source], weights[0][rows], None if b is None else b[rows])
             outputs += y.split(E, dim=-1)
         return tuple(outputs)
 

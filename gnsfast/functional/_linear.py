@@ -5,8 +5,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear as torch_linear
 
 from gnsfast import ops
 from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
@@ -24,7 +24,7 @@ class _Linear(torch.autograd.Function):
         ctx.kept = plan.without_tensors(), plan.samples(probe), w.dtype, links[::3]
         w, b = cast_like(x, w, b)
         ctx.save_for_backward(x if need_w else None, w, *plan.tensors())
-        y = F.linear(x, w.t() if plan.transposed else w, b)
+        y = torch_linear(x, w.t() if plan.transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
             # With a bias torch returns a view. Autograd forbids in-place operations on a view that
             # a custom Function returns.

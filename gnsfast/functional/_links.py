@@ -14,8 +14,8 @@ Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import embedding as torch_embedding
 
 from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Plan
@@ -78,7 +78,7 @@ def add_cross_terms(
         rows_MB[0, len(own_B) + 2 :].add_(plan.groups.sums(own_B), alpha=2.0)
     weighed = [dy_BTD]
     if plan.constants_P2 is not None:
-        v_BTD = F.embedding(ids_BT, plan.moments[0])
+        v_BTD = torch_embedding(ids_BT, plan.moments[0])
         root_BTD = root_metric(v_BTD, plan.constants_P2[0], dy_BTD.dtype)
         weighed.append(dy_BTD * root_BTD.square())
     for row, dy_BTD in zip(rows_MB, weighed):

@@ -4,8 +4,8 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import rms_norm as torch_rms_norm
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
@@ -35,7 +35,7 @@ class _Norm(torch.autograd.Function):
         if centred:
             y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
         else:
-            y = F.rms_norm(x, shape, w, eps)
+            y = torch_rms_norm(x, shape, w, eps)
         ctx.save_for_backward(x, w, b, mean, rstd, *plan.tensors())
         ctx.kept = plan.without_tensors(), plan.samples(probe), len(shape), eps
         return y

@@ -121,7 +121,7 @@ class per_sample_sqnorms:
     def __enter__(self) -> SampleNorms:
         slab, followed = self._slab, self._slab.followed
         self._norms = SampleNorms()
-        slab.open(self._slots, self._documents, learned=slab.refresh)
+        slab.open(self._slots, self._documents)
         audited = slab.parameters if self._always or not followed.is_audited else {}
         try:
             self._watch = GradientWatch(slab.parameters, audited)

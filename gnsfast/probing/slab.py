@@ -178,8 +178,8 @@ class ProbeSlab:
         ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
         beside the norms. ``at_end`` is called after each backward pass and its averages over
         processes, ``at_start`` when the first one has reached a probe. ``passes``: in a pipeline so
-        many passes of ``num_samples`` samples follow. ``learned`` is called when a batch has shown
-        something.
+        many passes of ``num_samples`` samples follow. ``learned`` is called in place of ``refresh``
+        when a batch has shown something.
         """
         self.num_samples, self._passes = num_samples, passes or 1
         self._begin(facts, documents, passes is not None)
@@ -198,9 +198,8 @@ class ProbeSlab:
         self.followed.open(self._caller, self.num_samples, facts, documents, in_stages, self)
 
     def learned(self) -> None:
-        """What is called when a batch has shown something."""
-        if self._on_learned is not None:
-            self._on_learned()
+        """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""
+        (self._on_learned or self.refresh)()
 
     def _watch(self, is_wanted: bool) -> None:
         """Let ``arrives`` be called whenever backward reaches what is measured, or not."""
@@ -229,7 +228,8 @@ class ProbeSlab:
         self._stop()
 
     def _stop(self) -> None:
-        self.followed.close()
+        if self.followed.batches.watcher() is self:  # else its block is closed
+            self.followed.close()
 
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""

@@ -713,3 +713,55 @@ def test_parameters_beside_a_sparse_tensor(to: Callable[[Tensor], Tensor]) -> No
     model.graph = to(torch.randn(9, 9).relu())
     for B in (4, 4, 3):
         assert right_or_named(model, torch.randint(9, (B, 2)), B) == {"table.weight"}
+
+
+class Patched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.layer = nn.Embedding(9, D), nn.LayerNorm(D), linear()
+        self.group, self.heads = nn.GroupNorm(1, 5), nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.group(self.layer(self.norm(self.table(ids))))
+        y: Tensor = self.heads(h, h, h)[0]
+        return h + y
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["from the first batch on", "later"])
+@pytest.mark.parametrize(
+    "name", ["linear", "embedding", "layer_norm", "group_norm", "multi_head_attention_forward"]
+)
+def test_a_function_that_somebody_has_replaced(
+    name: str, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by one that calls it and scales its result: it is called once."""
+    model, ids, own = Patched(), torch.randint(0, 9, (6, 5)), getattr(F, name)
+    if not is_first:
+        right_or_named(model, ids, 6)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        y = own(*args, **kwargs)
+        return (1.5 * y[0], y[1]) if isinstance(y, tuple) else 1.5 * y
+
+    monkeypatch.setattr(F, name, scaled)
+    for _ in range(2):
+        assert len(right_or_named(model, ids, 6)) == 11
+
+
+def test_a_block_whose_context_is_dropped() -> None:
+    """It ends with its owner, and does not end the block of another one."""
+    model, x = nn.Sequential(linear(), linear()), torch.randn(4, D)
+    first = gnsfast.per_sample_sqnorms(model, 4)
+    first.__enter__()
+    model(x)
+    slab = first._slab
+    del first
+    slab.close()
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        slab.close()
+        per_sample(model(x)).sum().backward()
+    assert_norms(norms, in_its_batch(model, lambda: per_sample(model(x))))
+    dropped = gnsfast.per_sample_sqnorms(model, 4)
+    dropped.__enter__()
+    del slab, dropped
+    assert type(model[0].weight) is nn.Parameter

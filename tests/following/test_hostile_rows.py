@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from hostile import D, Model, linear, over_batches, per_sample, right_or_named
 from made import Made
+from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
+
+import gnsfast
 
 
 def experts_with_tables(m: Any, x: Tensor) -> Tensor:
@@ -326,3 +329,42 @@ def test_queries_that_all_samples_share(run: Model, B: int) -> None:
     model = Made(run, a=linear(), b=linear(), c=linear(), **tables)
     found = over_batches(model, [torch.randn(n, 6, D) for n in (B, 4, 8, 2, 5)], 0)
     assert [*map(len, found)] == [8] * 5
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda t: t.flip(0), lambda t: t.roll(1, 0)], ids=["flip", "roll"]
+)
+@pytest.mark.parametrize("gathers", [False, True], ids=["index", "gather"])
+def test_chosen_rows_in_another_order(moved: Any, gathers: bool) -> None:
+    """The first batches choose one row, whose order shows nothing."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = m.i(x).flatten(0, 1)
+        index = (x.flatten(0, 1)[:, 0] > 0).nonzero()[:, 0]
+        own = rows.gather(0, index[:, None].expand(-1, D)) if gathers else rows[index]
+        y = m.e(moved(own)).tanh()
+        return x + torch.zeros_like(rows).index_add(0, moved(index), y).view_as(x)
+
+    model = Made(forward, i=linear(), e=linear())
+    for n in (1, 1, 3, 4):
+        x = torch.randn(6, 5, D)
+        x[..., 0] = -x[..., 0].abs()
+        x[:n, 0, 0] = 1.0
+        right_or_named(model, x, 6)
+
+
+def test_rows_that_are_chosen_many_times() -> None:
+    """As those of samples that end one after the other."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = m.i(x).flatten(0, 1)
+        rows = rows[x.flatten(0, 1)[:, 0] > 0]
+        for _ in range(600):
+            rows = rows[torch.arange(len(rows) - 1, -1, -1)] * 0.999
+        return m.o(rows)
+
+    model, x = Made(forward, i=linear(), o=linear()), torch.randn(4, 6, D)
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(x).square().sum().backward()
+    real = loop_sqnorms(model, lambda m, x: m(x).square().sum(), x, 4)
+    assert_norms(norms, {name: real[name] for name in norms}, rtol=1e-3)

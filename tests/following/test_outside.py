@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from noise_cases import one_update
+from oracle import assert_norms, loop_sqnorms
 from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -141,3 +142,28 @@ def sharded(rank: int) -> None:
 @pytest.mark.dist
 def test_a_method_of_a_sharded_head() -> None:
     spawn(sharded, 2)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D, bias=False)
+
+
+def test_a_weight_in_turns_inside_and_outside_of_a_part() -> None:
+    """With as many time steps as samples, the shapes of both are the same."""
+    model = Parts()
+
+    def inside(m: Any, x: Tensor) -> Tensor:
+        return m.second(m.first(x).transpose(0, 1)).sin().sum()
+
+    def outside(m: Any, x: Tensor) -> Tensor:
+        return F.linear(m.first(x), m.second.weight).sin().sum()
+
+    long, square = torch.randn(7, 5, D), torch.randn(5, 5, D)
+    for loss, x in [(inside, long), (outside, long), *[(outside, square), (inside, square)] * 3]:
+        with gnsfast.per_sample_sqnorms(model, len(x)) as norms:
+            loss(model, x).backward()
+        model.zero_grad()
+        real = loop_sqnorms(model, loss, x, len(x))
+        assert_norms(norms, {name: real[name] for name in norms})
