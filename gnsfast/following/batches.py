@@ -162,12 +162,12 @@ class Batches:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
         samples, _, documents = self._passes.asked
         shapes = [t.shape for t in given]
-        if documents is not None:
-            is_known = not shapes or self._rows_in(given) > 0
-        else:
-            is_known = samples < 2 or not shapes or any(_holds(shape, samples) for shape in shapes)
-        if is_known or (documents is None and lists_of(self._block.batch, samples)):
+        if not shapes or (documents is not None and self._rows_in(given)):
             return
+        if documents is None:
+            is_known = samples < 2 or any(_holds(shape, samples) for shape in shapes)
+            if is_known or lists_of(self._block.batch, samples):
+                return
         name = type(self._structure.model).__name__
         some = ", ".join(str(list(shape)) for shape in shapes[:4])
         if documents is not None:

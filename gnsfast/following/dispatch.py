@@ -195,7 +195,7 @@ def prepare_compiler() -> None:
     global in_eager_code
     if "torch._dynamo" not in sys.modules:
         return
-    renew_attention()  # not as it is traced
+    renew_attention()  # compiled code cannot do so itself
     if not hasattr(in_eager_code, "_torchdynamo_disable"):
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         eval_frame = torch._C._dynamo.eval_frame

@@ -78,14 +78,13 @@ def name_of(func: Any) -> str:
 
 
 _OWN = {name: f for name, f in vars(F).items() if isinstance(f, types.FunctionType)}
-_own = frozenset(_OWN.values())
 
 
 def of_torch(func: Any) -> Any:
     """The function of ``torch.nn.functional`` in whose place somebody has put ``func``, which calls
     it: torch says by this name what it calls itself. Any other function as it is.
     """
-    if type(func) is not types.FunctionType or func in _own:
+    if type(func) is not types.FunctionType or _OWN.get(func.__name__) is func:
         return func
     if func.__module__.startswith("torch.") and vars(F).get(func.__name__) is not func:
         return func  # such as torch.einsum

@@ -97,11 +97,11 @@ def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
 
 class _Rows(torch.autograd.Function):
     """``x[index_N]`` for rows that differ, which ``owners_of`` does not take for a choice of the
-    data. It goes on with those of ``given_N``, from which they were made.
+    data. It goes on behind ``before``, from which they were made.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index_N: Tensor, given_N: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index_N: Tensor, before: Tensor | None = None) -> Tensor:
         ctx.save_for_backward(index_N)
         ctx.rows = len(x)
         return x[index_N]

@@ -94,9 +94,8 @@ class Passes:
         if not is_plain or probes is not self._bound:  # else it is like the pass before
             starts = None if documents is None else documents.starts
             for leaf in some:
-                own = facts.get(leaf.name, NOTHING)
                 leaf.recent.clear()
-                leaf.facts = own
+                leaf.facts = facts.get(leaf.name, NOTHING)
                 if starts is not leaf.starts:
                     leaf.starts = starts if starts is None else starts.to(leaf.current.device)
                     leaf.tokens = 0 if documents is None else documents.tokens

@@ -305,7 +305,7 @@ def begin(
     no kernel serves it. A use like one of an earlier pass is that one again.
     """
     first = None if compiling() else expression_of(parameters[0])
-    if first is None or not first.is_whole or "has_plan" in options or name in OURS:
+    if first is None or not first.is_whole or name in OURS:  # which depend on other arguments too
         return _begun(name, x, parameters, takes, **options)
     leaf = first.leaves[0]
     number = leaf.found.functions, leaf.found.uses

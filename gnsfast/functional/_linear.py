@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import linear as torch_linear  # what replaces it there calls it
 
 from gnsfast import ops
 from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like

@@ -88,8 +88,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _fill(wgrad)
     else:
         _segments_wgrad(wgrad, a)
-    linked = rows.new_empty(0) if a.ids_BS is None else reference.linked_rows(a)
-    return _as(dw, a.dtype), _as(db, a.dtype), rows, linked
+    return _as(dw, a.dtype), _as(db, a.dtype), rows, reference.linked_rows(a)
 
 
 def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:

@@ -187,10 +187,7 @@ class ProbeSlab:
         self._watch(at_end is not None)
 
     def _begin(
-        self,
-        facts: Mapping[str, Facts],
-        documents: Documents | None,
-        in_stages: bool,
+        self, facts: Mapping[str, Facts], documents: Documents | None, in_stages: bool
     ) -> None:
         self.refuse_batch_statistics()
         self.rows, some = Rows(()), next(iter(facts.values()), NOTHING)
