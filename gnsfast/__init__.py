@@ -2,10 +2,9 @@
 """Measures per-sample gradient norms and the gradient noise scale inside the backward pass."""
 
 from gnsfast import functional
-from gnsfast.configure import configure, convert
+from gnsfast.configure import configure
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale, LargestSample, TwoBatchNoiseScale
-from gnsfast.following import Coverage, CoverageRow, coverage
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
     BatchNorm1d,
@@ -41,6 +40,7 @@ from gnsfast.noise_scale import (
     flag,
 )
 from gnsfast.probing import SampleNorms, Verification, VerifiedParameter, per_sample_sqnorms, verify
+from gnsfast.table import Coverage, CoverageRow, Table, coverage, learn
 
 __version__ = "0.1.0"
 
@@ -79,17 +79,18 @@ __all__ = [
     "SampleNorms",
     "SampleShapeError",
     "SyncBatchNorm",
+    "Table",
     "TwoBatchNoiseScale",
     "Verification",
     "VerifiedParameter",
     "__version__",
     "brute_force_noise_scale",
     "configure",
-    "convert",
     "coverage",
     "cu_seqlens",
     "flag",
     "functional",
+    "learn",
     "per_sample_sqnorms",
     "verify",
 ]

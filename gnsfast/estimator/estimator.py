@@ -23,10 +23,11 @@ from gnsfast.estimator.records import Window
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.estimator.side import Block, Side
-from gnsfast.following import Followed
+from gnsfast.following import Followed, unwrapped
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
-from gnsfast.probing import AUDIT_EVERY, checks, unwrapped
+from gnsfast.probing import AUDIT_EVERY, checks
+from gnsfast.table import Table
 
 
 class GradientNoiseScale:
@@ -97,6 +98,7 @@ class GradientNoiseScale:
     def __init__(
         self,
         model: nn.Module,
+        table: Table | None = None,
         *,
         source: str = "auto",
         window: int = 64,
@@ -117,6 +119,8 @@ class GradientNoiseScale:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
         if stages is None and not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
+        if table is not None:
+            table.tell(Followed.of(unwrapped(model)))
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
@@ -307,7 +311,7 @@ class GradientNoiseScale:
             )
         num_samples = x.shape[self._batch_dim if x.ndim > self._batch_dim else 0]
         block = Block(integer("num_samples", num_samples), self._seen)
-        self._open(block).slab.show(args, kwargs)
+        self._open(block)
         self._attached, self._forward_ended = num_samples, False
 
     def _pass_done(self) -> bool:
@@ -321,7 +325,7 @@ class GradientNoiseScale:
     @property
     def _is_learning(self) -> bool:
         """Whether the model runs for what it shows of its samples."""
-        return Followed.of(unwrapped(self.model)).batches.is_learning
+        return Followed.of(unwrapped(self.model)).is_learning
 
     def _close_attached(self) -> None:
         if self._attached is None:
@@ -452,10 +456,12 @@ class GradientNoiseScale:
                 "gns.state_dict() was called in the middle of an update: call gns.update() first"
             )
         _, sides = self._window()
+        table = observer.slab.followed.table
         return {
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
+            "table": table and table.state_dict(),
             "ring": observer.ledger.ring[:, : observer.saved].clone(),
             "flags": observer.ledger.flags.clone(),
             "unseen": dict(observer.unseen),
@@ -469,16 +475,17 @@ class GradientNoiseScale:
             ValueError: for a state of another model or other settings. It names the difference.
         """
         followed = Followed.of(unwrapped(self.model))
-        left_out = set(state.get("left_out", ()))
-        if not followed.batches.is_learned:  # the run that was saved knew what its batches showed
-            for leaf in followed.leaves:
-                if leaf.name in left_out and not leaf.left_out:
-                    leaf.left_out = "left out in the run whose state was loaded"
+        if followed.table is None and state["table"] is not None:
+            Table.from_state_dict(state["table"]).tell(followed)
         settings = replace(self._settings, clusters=bool(state.get("clusters")))
-        with torch.inference_mode(False):  # see ``_start``
-            observer = Observer(self.model, settings)
-            observer.settle()
-        refuse_other(state, identity(observer, self.window, self.every))
+        try:
+            with torch.inference_mode(False):  # see ``_start``
+                observer = Observer(self.model, settings)
+                observer.settle()
+            refuse_other(state, identity(observer, self.window, self.every))
+        except ValueError:
+            Followed.forget(unwrapped(self.model))
+            raise
         self.reset()
         self._observer, self._settings = observer, settings
         self._seen, self._measured = state["seen"], state["measured"]

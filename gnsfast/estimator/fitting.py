@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnsfast.following import Followed
-from gnsfast.probing import unwrapped
+from gnsfast.following import Followed, unwrapped
 
 
 def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
 from gnsfast.estimator.stages import Stages
-from gnsfast.following import Followed
+from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
@@ -42,7 +42,6 @@ from gnsfast.probing import (
     GradientWatch,
     ProbeSlab,
     checks,
-    unwrapped,
 )
 from gnsfast.tensors import is_dtensor
 
@@ -73,7 +72,7 @@ class Observer:
         self._passes: list[Pass] = []  # of the update under way
         self._watch = GradientWatch({}, {})  # of the last pass
         s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
-        self.slab, self._proof = slab, slab.followed.batches.proof
+        self.slab, self._table = slab, slab.followed.table
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
@@ -128,9 +127,9 @@ class Observer:
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
-        proof, lost = self.slab.followed.batches.proof, self.slab.lost()
+        table, lost = self.slab.followed.table, self.slab.lost()
         if not lost:
-            self._proof = proof
+            self._table = table
             return
         if self.is_settled or self._passes:
             self.discard()
@@ -139,7 +138,7 @@ class Observer:
                 f"{lost[0]}: {why}. Other passes were measured with it before, so call gns.reset() "
                 f"to leave it out, or before training gnsfast.configure(model, exclude={lost})."
             )
-        self._proof = proof
+        self._table = table
         self._watch.stop()
         self._leave_out(lost)
         if self.is_open:
@@ -190,10 +189,6 @@ class Observer:
         """The probes of the open micro-batch."""
         return self.slab.probes if self.is_open else []
 
-    def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """A pass of a pipeline's stage."""
-        return self.slab.followed.next_pass(unwrapped(stage), args, kwargs)
-
     @property
     def midway(self) -> bool:
         """Whether an update has begun and has not ended."""
@@ -208,7 +203,7 @@ class Observer:
                 "Parameters were moved, frozen, unfrozen or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged. Call gns.reset()."
             )
-        if self.slab.followed.batches.proof is not self._proof:  # another block has shown it
+        if self.slab.followed.table is not self._table:  # another block has shown it
             self._learned()
         if (block.groups is None) != (not self.settings.groups):
             raise ValueError(
@@ -236,7 +231,7 @@ class Observer:
         block = block._replace(before=len(self._passes), slots=slots)
         facts = joined([side.open(block) for side in self.sides.values()])
         begins = None if first or self.settings.local else self._begin_backward
-        slab.open(slots, documents, facts, self.pass_over, begins, passes, self._learned)
+        slab.open(slots, documents, facts, self.pass_over, begins, self._learned)
         self.is_open, self._split = True, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
@@ -416,7 +411,7 @@ class Observer:
                 raise ObservationError(checks.explain_calls(name, more + 1))
             if self.unseen[name] and (self.processes.world == 1 or count == 0):
                 raise ObservationError(checks.explain_unseen(name))
-        if wrong := self.audit.check(parameters, self.slab.followed.batches.is_half):
+        if wrong := self.audit.check(parameters, self.slab.is_half):
             raise ObservationError(wrong)
 
 

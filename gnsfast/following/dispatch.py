@@ -39,7 +39,7 @@ from gnsfast.following.functions import (
     renew_attention,
 )
 from gnsfast.following.kernels import KERNELS
-from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, mark_made
+from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
 from gnsfast.following.leaf import (
     MADE,
     ROWS,
@@ -47,14 +47,15 @@ from gnsfast.following.leaf import (
     Expression,
     Leaf,
     Span,
-    Step,
+    Row,
     compiling,
     fail,
     first_leaf,
     twin_of,
     unfollowed,
 )
-from gnsfast.following.packed import guessed
+from gnsfast.following.owners import mark_made
+from gnsfast.following.packed import alone
 from gnsfast.following.replay import replay
 from gnsfast.tensors import writes
 
@@ -238,26 +239,26 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if compiling() and not all(e.is_compiled for e in call.expressions):
         return NotImplemented
     leaf = first_leaf(call.expressions)
-    step = leaf.step(name)
+    row = leaf.row(name, lambda row: _fits(call, row, leaf))
     if name in CASTS and 0 not in call.own:  # a parameter that tells its dtype alone
         return call.run()
-    places = _places(call, step, leaf)
-    is_made = _is_of_parameters(call, step, places)
+    places = _places(call, row, leaf)
+    is_made = _is_of_parameters(call, row, places)
     is_copied = name in COPIES and call.own == [0] and not call.others
-    if is_copied and (step is None or not is_made):
-        if (y := _copied(call, leaf, step and step.results[0])) is not None:
+    if is_copied and (row is None or not is_made):
+        if (y := _copied(call, leaf, row and row.result(0))) is not None:
             return y
     if is_made:
         return _of_parameters(call, leaf)
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
-        spreads = broadcast(call, step, places, leaf)
+        spreads = broadcast(call, row, places, leaf)
         if spreads is not None:
             return call.run_with(dict(zip(call.own, spreads)))
     if name == "__setitem__" and (value := assigned(call, places, leaf)) is not None:
         return call.run_with(dict(zip(call.own, [value])))
     if compiling():
         return NotImplemented
-    return replay(call, step, places, leaf)
+    return replay(call, row, places, leaf)
 
 
 OF_NO_SAMPLE = (
@@ -278,23 +279,29 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
+def _fits(call: Call, row: Row, leaf: Leaf) -> bool:
+    """Whether the samples may lie in the tensors of a call as a row of the table says."""
+    places = ((row.argument(i), call.leaves[i].shape) for i in call.others)
+    return all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
+
+
+def _places(call: Call, row: Row | None, leaf: Leaf) -> dict[int, Place]:
     """Where the samples lie in the other tensors of a call."""
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for i in call.others:
         t = call.leaves[i]
-        if step is not None:
-            found[i] = step.argument(i) or SHARED  # None for a parameter that is left out now
+        if row is not None:
+            places[i] = row.argument(i) or SHARED  # None for a parameter that is left out now
         else:
-            found[i] = (guessed(t, leaf) or UNKNOWN) if t.ndim else SHARED
-    return found
+            places[i] = (alone(t, leaf) or UNKNOWN) if t.ndim else SHARED
+    return places
 
 
-def _is_of_parameters(call: Call, step: Step | None, places: dict[int, Place]) -> bool:
+def _is_of_parameters(call: Call, row: Row | None, places: dict[int, Place]) -> bool:
     """Whether a function takes nothing but parameters and constants, and has no result with a part
     for each sample.
     """
-    results = () if step is None else step.results
+    results = () if row is None else row.results
     if call.name in CASTS or not call.others:
         return not any(isinstance(place, Layout) for place in results)
     return all(place == SHARED for place in (*places.values(), *results))

@@ -15,7 +15,7 @@ from gnsfast.following.leaf import (
     SAME,
     Expression,
     Leaf,
-    Step,
+    Row,
     compiling,
     expression_of,
 )
@@ -121,7 +121,7 @@ def _of_one(g: Tensor, starts: Tensor | None, b: int) -> Tensor:
 
 
 def broadcast(
-    call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf
+    call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf
 ) -> list[Tensor] | None:
     """The parameters of an element-wise function, broadcast to its result, in which the samples are
     known; None where they are not.
@@ -134,15 +134,16 @@ def broadcast(
         shape = _broadcast([t.shape for t in leaves if isinstance(t, Tensor)])
     if shape is None:
         return None
-    if step is None:
-        layout = _guessed(shape, [leaves[i] for i in call.others], leaf)
-    elif step.chosen and not compiling():
-        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, step)
+    if row is None:
+        alone = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
+        layout = alone[0] or UNKNOWN if alone else UNKNOWN
+    elif row.chosen and not compiling():
+        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, row)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":
         layout = places[call.others[0]]
     else:
-        layout = step.result(0)
+        layout = row.result(0)
     values = [leaves[i] for i in call.own]
     if isinstance(layout, Chosen):
         if len(shape) < 2 or shape[0] != len(layout.owner_N):
@@ -174,12 +175,6 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
             return None
         found.append(size)
     return torch.Size(found[::-1])
-
-
-def _guessed(shape: torch.Size, data: list[Tensor], leaf: Leaf) -> Place:
-    """Where the samples lie in a result of this shape that no example has shown."""
-    found = [packed.guessed(t, leaf) for t in data if t.shape == shape]
-    return found[0] or UNKNOWN if found else UNKNOWN
 
 
 def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:

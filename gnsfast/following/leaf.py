@@ -2,7 +2,7 @@
 """A trainable parameter while a block is open, and the tensors that are made of it."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,23 +11,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Growth, Layout, Place
+from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
 from gnsfast.functional import Grams, Groups, Link
 
 compiling = torch.compiler.is_dynamo_compiling
 unfollowed = torch._C.DisableTorchFunctionSubclass
 
 
-class Step(NamedTuple):
-    """What an example has shown of one function that takes a parameter, or a tensor made of it: its
-    name, and where the samples lie in its arguments and its results. ``chosen`` is not empty if the
-    data chose its rows, from tensors in which a sample had so many rows.
+class Row(NamedTuple):
+    """A row of the table: one call that takes a parameter, or a tensor made of it. ``name`` is that
+    of its function, and ``arguments`` and ``results`` say where the samples are; None stands for
+    parameters and for other values. ``chosen`` is not empty if the data chose its rows, from tensors
+    in which a sample had so many rows. ``sizes`` are those of a sample in the first tensor that holds
+    the samples.
     """
 
     name: str
     arguments: tuple[Place | None, ...] = ()
     results: tuple[Place, ...] = ()
     chosen: frozenset[int] = frozenset()
+    sizes: tuple[int, ...] = ()
 
     def argument(self, i: int) -> Place | None:
         """Where the samples lie in argument number ``i``."""
@@ -37,8 +40,8 @@ class Step(NamedTuple):
         """Where the samples lie in result number ``k``."""
         return self.results[k] if k < len(self.results) else UNKNOWN
 
-    def is_like(self, other: "Step") -> bool:
-        """Whether the samples lie in the same way, of any number of rows."""
+    def is_like(self, other: "Row") -> bool:
+        """Whether the samples lie in the same way, of any number of rows and of any size."""
         return _any_rows(self) == _any_rows(other)
 
     @property
@@ -47,12 +50,12 @@ class Step(NamedTuple):
         return any(isinstance(place, (Layout, str)) and place != SHARED for place in self.results)
 
 
-def _any_rows(step: Step) -> Step:
+def _any_rows(row: Row) -> Row:
     def without(place: Any) -> Any:
         return place._replace(several=bool(place.several)) if isinstance(place, Layout) else place
 
-    arguments, results = (tuple(map(without, own)) for own in (step.arguments, step.results))
-    return step._replace(arguments=arguments, results=results)
+    arguments, results = (tuple(map(without, places)) for places in (row.arguments, row.results))
+    return row._replace(arguments=arguments, results=results, sizes=())
 
 
 class Facts(NamedTuple):
@@ -80,30 +83,14 @@ def nobody() -> None:
     """A weak reference to what is gone."""
 
 
-class Running:
-    """The modules that run, of those that a batch has shown. ``is_known``: hooks have told of some
-    in this block, as they do not in compiled code. ``has_turns``: a pipeline takes passes in turns.
-    ``on_unseen`` is a weak method for a parameter that no batch has shown in use.
-    """
-
-    def __init__(self) -> None:
-        self.modules: set[nn.Module] = set()
-        self.on_unseen: Callable[[], Callable[[], None] | None] = nobody
-        self.is_known = self.has_turns = False
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether none of them runs."""
-        return self.is_known and not self.modules
-
-
 @dataclass(slots=True)
 class Found:
     """What the open block has found about a parameter.
 
     ``failed`` says why its norms would be wrong, ``joined`` that they are those of a sum over
     several uses, and ``parts`` are what these left in backward, by use. Of a pass it counts the
-    ``functions`` that took the parameter, and its ``uses``, of which ``spans`` are the pieces.
+    ``functions`` that took the parameter, apart from those ``functions_in_backward`` that a
+    checkpoint runs again, and its ``uses``, of which ``spans`` are the pieces.
     ``links`` are those of embeddings, for a head that shares their weight; then it ``is_taken``.
     """
 
@@ -111,6 +98,7 @@ class Found:
     joined: bool = False
     parts: "dict[object, tuple[Expression, Any]]" = field(default_factory=dict)
     functions: int = 0
+    functions_in_backward: int = 0
     uses: int = 0
     spans: "list[Span | None]" = field(default_factory=list)
     links: tuple[Link, ...] = ()
@@ -123,23 +111,19 @@ class Found:
 
 
 class Leaf:
-    """A trainable parameter: its probes, and what is known of it. ``found`` is that of the open
-    block alone.
+    """A trainable parameter: its probes, and what the table says of it. ``found`` is that of the
+    open block alone.
 
-    ``running`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``growth`` says how many rows a sample may have in this batch. ``chosen``
-    are functions by which other parameters took rows that the data had chosen (``Step.chosen``): so
-    does one of an expert to which the example sent no rows. ``steps`` are the functions that took
-    it in the example, in their order, and ``routes`` those in which it meets the data. ``probe`` is
-    for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts``
-    and ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in
-    ``rows`` rows, which is 0 where that is not known. ``recent`` are uses of earlier passes, by
-    the number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
-    ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
-    ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be seen.
-    ``clear`` are shapes of single samples that a batch has shown outside of what the example ran.
-    ``is_ordered``: the samples lie in other ways in some of its ``steps`` than in others of the
+    itself. ``batches`` are for each batch of the table the calls that take it, in their order, and
+    ``routes`` the functions in which it meets the data. ``lengths`` say how much longer the samples
+    of this pass are. ``probe`` is for uses of this leaf, ``pair`` for those of this leaf and the
+    ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its plans; documents
+    have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known. ``recent`` are uses
+    of earlier passes, by the number of the function (``uses.begin``). ``made`` are the tensors that
+    are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does
+    not count. ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be
+    seen. ``is_ordered``: the samples lie in other ways in some of its calls than in others of the
     same name.
     """
 
@@ -150,8 +134,7 @@ class Leaf:
         self.twin: Tensor | None = None
         self.next: Leaf | None = None
         self.samples = 0
-        self.growth = Growth()
-        self.chosen: dict[str, frozenset[int]] = {}
+        self.lengths = Lengths()
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
@@ -160,50 +143,39 @@ class Leaf:
         self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.left_out, self.is_opaque = "", False
-        self.clear: set[torch.Size] = set()
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
-        self.running = Running()
         self.known_uses, self.is_known_joined = 1, False
-        self.steps: tuple[Step, ...] = ()
         self.routes: tuple[str, ...] = ()
-        self.learn([])
+        self.learn([()])
         self.is_learned = False
         self.open()
 
-    def learn(self, steps: list[Step], routes: tuple[str, ...] = (), adds: bool = False) -> None:
-        """Take over what an example has shown: the functions that take this parameter before all
-        others in the model, and the ``routes``, those in which it meets the data. It ``adds`` to
-        what another part of the model has shown, or takes the place of it.
-        """
-        steps = [*self.steps, *steps] if adds else steps
-        self.routes = tuple(dict.fromkeys((*self.routes, *routes))) if adds else routes
-        self.steps, self.is_learned = tuple(steps), True
+    def learn(self, batches: Sequence[Sequence[Row]], routes: tuple[str, ...] = ()) -> None:
+        """Take over what the table says of it."""
+        self.batches, self.routes, self.is_learned = [*map(tuple, batches)], routes, True
         self.recent.clear()
-        self.by_name: dict[str, Step] = {}
+        self.by_name: dict[str, Row] = {}
         self.is_ordered = False
-        for step in steps:
-            first = self.by_name.setdefault(step.name, step)
-            if not first.is_like(step):  # only its place in the order tells which it is
-                # What has no samples has no layout that another one's could be taken for.
-                copies = (isinstance(p, Layout) for p in (*step.results, *first.results))
-                self.is_ordered |= any(step.arguments) or any(copies)
-                lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
-                self.by_name[step.name] = Step(step.name, *lost)
-        uses = [step for step in steps if step.is_use]
-        named = [step.name for step in uses]
-        heads = {*named[-1:]} <= HEADS and {*named[:-1]} == {"embedding"}
-        self._has_links = heads or (self.is_shared and {*named} == {"embedding"})
+        self._has_links = False
+        for rows in self.batches:
+            for row in rows:
+                first = self.by_name.setdefault(row.name, row)
+                if not first.is_like(row):  # only its place in the order tells which it is
+                    # What has no samples has no layout that another one's could be taken for.
+                    copies = (isinstance(p, Layout) for p in (*row.results, *first.results))
+                    self.is_ordered |= any(row.arguments) or any(copies)
+                    lost = (UNKNOWN,) * len(row.arguments), (UNKNOWN,) * len(row.results)
+                    self.by_name[row.name] = Row(row.name, *lost)
+            named = [row.name for row in rows if row.is_use]
+            heads = {*named[-1:]} <= HEADS and {*named[:-1]} == {"embedding"}
+            self._has_links |= heads or (self.is_shared and {*named} == {"embedding"})
 
     def open(self) -> None:
         """Forget the block before."""
         self.found = Found()
         if self.is_sharded:  # FSDP2 frees it between passes
             self.twin = self.whole.twin = None
-
-    def next_pass(self) -> None:
-        """Begin to count the functions that take this parameter."""
-        self.found = Found(self.found.failed, self.found.joined, self.found.parts)
 
     @property
     def lanes(self) -> int:
@@ -213,56 +185,54 @@ class Leaf:
         return self.samples if self.starts is None else self.rows
 
     def fits(self, layout: Layout, shape: torch.Size) -> bool:
-        """Whether the samples may lie so in a tensor of this shape, of a function that takes it."""
-        B, first = self.lanes, layout.several
+        """Whether the samples may lie so in a tensor of this shape, of a call that takes it."""
+        B, rows = self.lanes, layout.several
         if not layout.fits(shape, B):
             return False
-        if not first or first == ANY_NUMBER or not self.growth.sizes:
+        if not rows or rows == ANY_NUMBER or compiling():
             return True
-        return self.growth.allows(self.name, first, shape[layout.dim] // max(B, 1))
+        return self.lengths.allows(rows, shape[layout.dim] // max(B, 1))
 
     @property
     def expected(self) -> int:
         """How many uses a pass has, each of which counts once in backward."""
         return self.found.uses or self.known_uses
 
-    def step(self, name: str) -> Step | None:
-        """What the example has shown of the next function that takes this parameter. None without
-        an example, and outside of what it ran; a step whose places are ``UNKNOWN`` if the example
-        had no such function.
+    def row(self, name: str, fits: "Callable[[Row], bool]") -> Row | None:
+        """The row of the next function that takes this parameter, which ``fits`` its tensors. None
+        if no table says anything of it; a row whose places are ``UNKNOWN`` if the table has none.
         """
         if compiling():  # a counter would need a graph for each of its values
-            return self.by_name.get(name, Step(name)) if self.is_learned else None
-        number = self.found.functions
-        self.found.functions = number + 1
-        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
+            return self.by_name.get(name, Row(name)) if self.is_learned else None
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again
+            number = self.found.functions_in_backward
+            self.found.functions_in_backward = number + 1
+        else:
+            number = self.found.functions
+            self.found.functions = number + 1
         if not self.is_learned:
             return None
-        if self.running.is_outside and not in_backward:
-            step = self.by_name.get(name)
-            return None if step is None or step.is_use else step
-        if self.is_unseen and not in_backward and (show := self.running.on_unseen()) is not None:
-            with torch._C._EnableTorchFunction():
-                show()
-        if number < len(self.steps) or (in_backward and self.steps):
-            step = self.steps[number % len(self.steps)]
-            if step.name == name:
-                return step
-        chosen = self.chosen.get(name, NO_ROWS) if self.is_unseen else NO_ROWS
-        return self.by_name.get(name) or Step(name, chosen=chosen)
+        known = [rows[number % len(rows)] for rows in self.batches if rows]
+        named = [row for row in known if row.name == name]
+        for row in named:
+            if len(named) == 1 or fits(row):
+                return row
+        return self.by_name.get(name) or Row(name)
+
+    def uncount(self) -> None:
+        """Let ``row`` be asked for the same function once more."""
+        if torch._C._current_graph_task_id() != -1:
+            self.found.functions_in_backward -= 1
+        else:
+            self.found.functions -= 1
 
     @property
-    def is_in_example(self) -> bool:
-        """Whether a function that takes it now is one of those that the example ran, in forward: no
-        guess, and no run again by a checkpoint, which counts nothing.
+    def is_unordered(self) -> bool:
+        """Whether the pass had another number of calls than the table, some of which only their
+        order tells from others.
         """
-        in_forward = torch._C._current_graph_task_id() == -1
-        return self.is_learned and in_forward and not self.running.is_outside
-
-    @property
-    def is_unseen(self) -> bool:
-        """Whether no batch has shown it in use."""
-        return not self.steps and not self.routes
+        number = self.found.functions
+        return self.is_ordered and all(number % max(len(rows), 1) for rows in self.batches)
 
     @property
     def is_tied(self) -> bool:
@@ -283,14 +253,11 @@ class Leaf:
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
         reached = self.found.parts or self.probe.grad is not None or self.pair.grad is not None
-        if not reached or self.running.has_turns:
-            return False
-        return torch._C._current_graph_task_id() == -1
+        return bool(reached) and torch._C._current_graph_task_id() == -1
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
         self.found.failed = self.found.failed or why
-        self.clear.clear()
 
 
 NO_ROWS = frozenset[int]()

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose parameters are followed: what is known of it, and its open block."""
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
-from gnsfast.following.batches import Batches
 from gnsfast.following.dispatch import attach, detach, prepare_compiler, release
-from gnsfast.following.leaf import Facts, Leaf, nobody
+from gnsfast.following.leaf import Facts, Leaf, Row, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
@@ -23,31 +18,40 @@ from gnsfast.functional import Documents
 class Followed:
     """A model whose parameters are followed while a block is open.
 
-    ``structure`` are its parameters, ``passes`` their probes, and ``batches`` what its batches have
-    shown. ``is_audited``: one pass was found to have measured all of the gradients.
+    ``structure`` are its parameters, ``passes`` their probes, and ``table`` says where the samples
+    are in their calls; None until one was learnt. ``is_learning``: the model runs for our own ends.
+    ``is_audited``: one pass was found to have measured all of the gradients. ``watcher`` is a weak
+    reference to the owner of the open block.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.structure = Structure(model)
         self.leaves = self.structure.leaves
         self.passes = Passes(self.leaves)
-        self.batches = Batches(self.structure, self.passes)
-        self.is_open = self.is_audited = False
+        self.table: Any = None
+        self.is_open = self.is_learning = self.is_audited = False
+        self.watcher: Callable[[], Any] = nobody
         self._gathered: list[_Gathered] = []
-        self._release: Callable[[], object] | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Followed":
         """What is known of ``model``. It begins anew where parameters were changed or frozen."""
-        found = _known.get(model)
-        if found is None or not found.structure.is_current():
-            found = _known[model] = cls(model)
-        return found
+        known: Followed | None = vars(model).get(KNOWN)
+        if known is None or known.structure.model is not model or not known.structure.is_current():
+            known = cls(model)
+            vars(model)[KNOWN] = known
+        return known
 
     @staticmethod
     def forget(model: nn.Module) -> None:
-        """Learn anew, such as with other options."""
-        _known.pop(model, None)
+        """Begin anew, such as with other options."""
+        vars(model).pop(KNOWN, None)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a model knows nothing, and nothing is pickled with it."""
+
+    def __reduce__(self) -> Any:
+        return nobody, ()
 
     @property
     def mixing(self) -> list[tuple[str, nn.Module]]:
@@ -55,19 +59,34 @@ class Followed:
         norms = self.structure.batch_norms
         return [(n, m) for n, m in norms if m.training or m.running_mean is None]
 
+    def refuse_batch_statistics(self) -> None:
+        """Raise if a batch norm would use the statistics of the batch."""
+        for name, module in self.mixing:
+            raise ObservationError(
+                f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
+                "samples together, so no per-sample gradient exists. Call eval() on it, use "
+                "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
+            )
+
+    def learn(
+        self,
+        *batches: Mapping[str, Sequence[Row]],
+        routes: Mapping[str, tuple[str, ...]] = {},
+    ) -> None:
+        """Let the parameters know their rows of the table, for each batch that it was learnt from."""
+        for leaf in self.leaves:
+            rows = [batch.get(leaf.name, ()) for batch in batches]
+            leaf.learn(rows, routes.get(leaf.name, ()))
+
     def open(
         self,
-        caller: nn.Module,
         samples: int,
         facts: Mapping[str, Facts] = {},
         documents: Documents | None = None,
-        in_stages: bool = False,
         watcher: Any = None,
     ) -> None:
-        """Follow the parameters from here on. ``caller`` is the wrapper that the user calls.
-        ``in_stages``: a pipeline calls ``next_pass`` before each forward of a stage, and a batch
-        that no such call tells of shows nothing. ``watcher.learned()`` is called when a batch has
-        shown something. If it is deleted before ``close``, that is called.
+        """Follow the parameters from here on. If ``watcher`` is deleted before ``close``, that is
+        called.
         """
         if self.is_open:
             raise ObservationError(
@@ -76,51 +95,27 @@ class Followed:
             )
         structure = self.structure
         if watcher is not None:
-            self.batches.watcher = weakref.ref(watcher, self._abandoned)
+            self.watcher = weakref.ref(watcher, self._abandoned)
         self.is_open, self.passes.asked = True, Asked(samples, facts, documents)
-        self.passes.begin(self.passes.asked)
-        structure.running.has_turns = in_stages
-        sharded = {id(own.sharded_param): own for own in structure.sharded()}
-        for leaf in self.leaves:
-            if (own := sharded.get(id(leaf.parameter))) is None:
-                attach(leaf, leaf.parameter)
-            else:
-                self._gathered.append(_Gathered(own, leaf, structure))
-        if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
-            structure.running.modules.add(structure.model)  # no hook tells when it runs
-        prepare_compiler()
-        if in_stages:
-            return
-        if samples > 1 and "torch._dynamo" in sys.modules:
-            # A hook of torch.compile's wrapper runs eagerly.
-            if not (self.batches.is_begun or hasattr(caller, "_orig_mod")):
-                self._release = EAGER.hold(self)
-        self.batches.watch(caller)
-
-    @contextmanager
-    def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-        """A pass of a pipeline's stage, which has its own samples."""
-        for leaf in self.structure.leaves_of(stage):
-            if leaf.found.joined:
-                leaf.fail("a pipeline's stage uses it several times in a pass")
-            leaf.next_pass()
-        if torch.is_grad_enabled():
-            self.batches.learn(stage, args, kwargs)
-        self.structure.running.modules.add(stage)
-        yield
-        self.structure.running.modules.discard(stage)
+        try:
+            self.passes.begin(self.passes.asked)
+            sharded = {id(record.sharded_param): record for record in structure.sharded()}
+            for leaf in self.leaves:
+                if (record := sharded.get(id(leaf.parameter))) is None:
+                    attach(leaf, leaf.parameter)
+                else:
+                    self._gathered.append(_Gathered(record, leaf, structure))
+            prepare_compiler()
+        except BaseException:
+            self.close()
+            raise
 
     def _abandoned(self, watcher: "weakref.ref[Any]") -> None:
         self.close()
 
     def close(self) -> None:
         """Make the model what it was."""
-        self.batches.watcher = nobody
-        self.structure.running.modules.clear()
-        self.structure.running.is_known = False
-        if self._release is not None:
-            self._release()
-        self.batches.end()
+        self.watcher = nobody
         for own in self._gathered:
             own.remove()
         self._gathered.clear()
@@ -137,7 +132,8 @@ class Followed:
         self.is_open = False
 
 
-_known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()
+KNOWN = "_gnsfast_followed"
+"""The attribute of a model that holds what is known of it, and goes with it."""
 
 
 class _Gathered:

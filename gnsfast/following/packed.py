@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gnsfast.following.checkpoints import recomputing, saves_nothing
-from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
-from gnsfast.following.leaf import Leaf, Step, compiling
+from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout
+from gnsfast.following.leaf import Leaf, Row
+from gnsfast.following.owners import owners_of
 
 
 def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -35,64 +36,51 @@ def rows_of_token(shape: torch.Size, leaf: Leaf) -> int:
     return 0
 
 
-def place_of(found: object, x: Tensor, leaf: Leaf) -> Layout | None:
-    """Where the rows of the batch lie in ``x``, of which an example says ``found``, or nothing."""
-    if isinstance(found, Layout):
-        fits = found.fits(x.shape, leaf.rows) or leaf.rows == 1
-        plain = found.dim == 0 or x.shape[found.dim] == leaf.rows
-        return found if leaf.rows and fits and plain else None
-    # Without an example only one row, or rows along dimension 0, are known to be in order.
+def place_of(place: object, x: Tensor, leaf: Leaf) -> Layout | None:
+    """Where the rows of the batch lie in ``x``, of which the table says ``place``, or nothing."""
+    if isinstance(place, Layout):
+        fits = place.fits(x.shape, leaf.rows) or leaf.rows == 1
+        plain = place.dim == 0 or x.shape[place.dim] == leaf.rows
+        return place if leaf.rows and fits and plain else None
+    # Without a table only one row, or rows along dimension 0, are known to be in order.
     known = leaf.rows == 1 or (x.ndim and x.shape[0] == (leaf.rows or 1))
-    return FIRST if found is None and known else None
+    return FIRST if place is None and known else None
 
 
-def guessed(t: Tensor, leaf: Leaf) -> Layout | Chosen | None:
-    """Where the samples lie in a tensor that no example has shown: along dimension 0, if no other
-    one has their number or if an earlier batch has had another number of such samples, or in rows
-    that an index has chosen. None if neither.
+def alone(t: Tensor, leaf: Leaf) -> Layout | None:
+    """Where the samples lie in a tensor of which no table says it: nowhere else than in all of it,
+    if there is one sample. None if there are several.
     """
-    if leaf.lanes == 1:
-        return ALONE if t.ndim else None
-    if t.ndim == 2 and not compiling() and (owner_N := owners(t, leaf)) is not None:
-        return Chosen(owner_N)
-    if t.ndim == 0 or t.shape[0] != leaf.lanes:
-        return None
-    is_clear = leaf.lanes not in t.shape[1:]
-    if not compiling():
-        if is_clear and not leaf.found.failed:
-            leaf.clear.add(t.shape[1:])
-        is_clear |= t.shape[1:] in leaf.clear
-    return FIRST if is_clear else None
+    return ALONE if leaf.lanes == 1 and t.ndim else None
 
 
-def owners(x: Tensor, leaf: Leaf, step: Step | None = None) -> Tensor | None:
-    """The samples of rows that the data have chosen from those of the batch; None where neither an
-    example, whose ``step`` it is, nor a shape shows it.
+def owners(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
+    """The samples of rows that the data have chosen from those of the batch; None where it is not
+    as in the table.
     """
     if leaf.starts is None and leaf.samples == 1:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    found = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
-    if found is None:
+    chosen = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
+    if chosen is None:
         return None
     if leaf.starts is not None:
-        return torch.bucketize(found.owner_N, leaf.starts[1:], right=True)
-    several = () if step is None else step.chosen
-    known = any(leaf.growth.allows(leaf.name, k, found.each) for k in several)
-    return found.owner_N if known or (step is None and found.is_sure) else None
+        return torch.bucketize(chosen.owner_N, leaf.starts[1:], right=True)
+    known = any(leaf.lengths.allows(k, chosen.each) for k in row.chosen)
+    return chosen.owner_N if known else None
 
 
-def owners_to_save(x: Tensor, leaf: Leaf, step: Step) -> Tensor | None:
+def owners_to_save(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     """The same for a function that saves them for backward. There those that a checkpoint finds
     when it runs again take the place of these.
     """
     if torch._C._len_torch_dispatch_stack():
         return None  # a selective checkpoint keeps results of forward, whose rows lie otherwise
-    found = None if saves_nothing() else owners(x, leaf, step)
-    if found is None and (saves_nothing() or recomputing()):
+    owner_N = None if saves_nothing() else owners(x, leaf, row)
+    if owner_N is None and (saves_nothing() or recomputing()):
         if recomputing():
             leaf.fail("the samples of its rows were not found when a checkpoint ran again")
-        found = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    return found
+        owner_N = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return owner_N
 
 
 class _Rows(torch.autograd.Function):

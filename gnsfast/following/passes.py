@@ -90,6 +90,8 @@ class Passes:
         samples, facts, documents = asked
         probes = self._probes_for(samples, facts)
         some = self.leaves if leaves is None else leaves
+        if some:
+            some[0].lengths.pairs.clear()  # those of all leaves
         is_plain = leaves is None and documents is None and not facts
         if not is_plain or probes is not self._bound:  # else it is like the pass before
             starts = None if documents is None else documents.starts
@@ -105,6 +107,10 @@ class Passes:
         for leaf in some:
             leaf.probe.grad = leaf.pair.grad = None
             leaf.open()
+
+    def begin_trial(self, samples: int, documents: Documents | None = None) -> None:
+        """Begin a pass of our own, for all leaves."""
+        self.begin(Asked(samples, documents=documents), self.leaves)
 
     def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
         """Leaves of zeros [M, B + 2 + G], which store one number each."""

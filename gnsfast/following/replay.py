@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
-from gnsfast.following.leaf import Leaf, Step
-from gnsfast.following.packed import guessed
+from gnsfast.following.leaf import Leaf, Row
+from gnsfast.following.packed import alone
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan, backward_pass
 from gnsfast.tensors import accumulate_dtype, tensors_of
@@ -125,7 +125,7 @@ def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     return pytree.tree_map(lambda t: new.get(id(t), t), results)
 
 
-def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
+def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
     again = Replay(call, places, B)
@@ -137,7 +137,7 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     if not any(t.requires_grad for t in flat):
         return out
     is_written = versions != [*map(_version, leaves)]
-    results = _results(call, step, places, flat, leaf)
+    results = _results(call, row, places, flat, leaf)
     for expression in call.expressions:
         expression.note_use(call.name)
     data = [(place, leaves[i]) for i, place in places.items()]
@@ -146,8 +146,6 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     is_known &= not any(t is x for t in flat for x in leaves)
     if is_written or drew or leaf.starts is not None or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
-        if step is None and leaf.is_learned and not is_written:
-            why += OUTSIDE
         for expression in call.expressions:
             expression.fail(why)
         return out
@@ -156,7 +154,7 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
 
 
 def _results(
-    call: Call, step: Step | None, places: dict[int, Place], flat: list[Tensor], leaf: Leaf
+    call: Call, row: Row | None, places: dict[int, Place], flat: list[Tensor], leaf: Leaf
 ) -> list[Place]:
     """Where the samples lie in the results. Of a recurrent layer ``places`` become the usual ones
     where they are not known, and any where there is nothing to tell apart: all norms are zero.
@@ -165,7 +163,7 @@ def _results(
         places.update(dict.fromkeys(places, FIRST))
         return [FIRST] * len(flat)
     results: list[Place] = [
-        (guessed(t, leaf) or UNKNOWN) if step is None else step.result(k)
+        (alone(t, leaf) or UNKNOWN) if row is None else row.result(k)
         for k, t in enumerate(flat)
     ]
     if call.name in RECURRENT:
@@ -194,10 +192,10 @@ def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     return place != UNKNOWN
 
 
-OUTSIDE = (
-    ". No module that the model calls does this. With gnsfast.configure(model, example=batch, "
-    "run=step) the whole pass shows where the samples are: step gets what the model would get, and "
-    "returns what the loss is made of for each sample"
+SHOW = (
+    "gnsfast.learn(model, batch) shows where its samples are; where the model is called by its "
+    "parts, gnsfast.learn(model, batch, run=step), with a function step(batch) that returns what the "
+    "loss is made of for each sample"
 )
 
 
@@ -211,8 +209,10 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return f"{name} draws random numbers, other ones for a sample alone"
     if leaf.starts is not None:
         return f"{name} has no norms for packed documents here, {where}"
+    if not leaf.is_learned:
+        return f"no batch has shown the model: it was not called in this block, {name} {where}. {SHOW}"
     if any(t.ndim for t in data):
-        return f"the samples were not found in {name}, {where}"
+        return f"{name} {where} is not as in the table of the model. {SHOW}"
     return (
         f"{name} joins it with a number of the whole batch, as a penalty on the weights does, "
         "which belongs to no sample"

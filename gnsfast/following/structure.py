@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
-from gnsfast.following.layouts import Growth
-from gnsfast.following.leaf import Leaf, Running
+from gnsfast.following.layouts import Lengths
+from gnsfast.following.leaf import Leaf
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import held_by, kept_chance, kept_grads, kept_state
 from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
@@ -26,32 +26,29 @@ class Structure:
 
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
-    ``running`` are the modules that run. ``growth`` says how many rows a sample may have in this
-    batch. ``is_bare``: the model runs without being followed.
-    ``given`` are the arguments of the batch.
+    ``lengths`` say how much longer samples are than those of the table's batch. ``is_bare``: the
+    model runs without being followed. ``given`` are the arguments of the batch that is learnt from.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._version = _registrations[0]
-        self.running, self.growth = Running(), Growth()
+        self.lengths = Lengths()
         names, at_rest = excluded_names(model), parameters_at_rest(model)
         of: dict[int, Leaf] = {}
         for name, p in model.named_parameters():
             if p.requires_grad and not nn.parameter.is_lazy(p):
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
-                leaf.running, leaf.growth = self.running, self.growth
+                leaf.lengths = self.lengths
                 leaf.is_opaque = bool(why := why_opaque(p))
                 leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())
         for leaf, after in zip(self.leaves, self.leaves[1:]):
             if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:
                 leaf.next = after
-        self._names = {m: n for n, m in model.named_modules() if m is not model}
-        self._aliases = {
-            n: of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in of
-        }
-        for leaf, holders in Counter(self._aliases.values()).items():
+        every = model.named_parameters(remove_duplicate=False)
+        holders_of = Counter(of[id(p)] for _, p in every if id(p) in of)
+        for leaf, holders in holders_of.items():
             leaf.is_shared = holders > 1
         self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
@@ -98,14 +95,6 @@ class Structure:
             return False
         held = zip(self._held, self._facts)
         return any(own.get(n) is not p for (own, n, p), (trained, _) in held if trained)
-
-    def leaves_of(self, module: nn.Module) -> list[Leaf]:
-        """The leaves that a module holds, also those that another one holds too."""
-        if module is self.model:
-            return self.leaves
-        at = self._names[module]
-        found = {leaf.index: leaf for n, leaf in self._aliases.items() if n.startswith(f"{at}.")}
-        return [found[k] for k in sorted(found)]
 
     def sharded(self) -> Iterator[Any]:
         """FSDP2's records of its parameters."""

@@ -12,12 +12,13 @@ from torch import Tensor
 from gnsfast import combinations
 from gnsfast.following import packed
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import FIRST, Chosen, Layout
+from gnsfast.following.layouts import FIRST, Chosen, Layout, lengths_of
 from gnsfast.following.leaf import (
     NOTHING,
     SAME,
     Expression,
     Leaf,
+    Row,
     compiling,
     expression_of,
     first_leaf,
@@ -205,7 +206,8 @@ def _is_compiled(expression: Expression) -> bool:
 
 class Use(NamedTuple):
     """A use that a kernel serves, of what ``expressions`` are. ``leaf`` is the first of its
-    parameters in the model.
+    parameters in the model. ``lengths`` are the sizes of a sample that it shows (``Lengths``), and
+    ``rows`` how many rows a sample has where it has several.
     """
 
     leaf: Leaf
@@ -213,16 +215,20 @@ class Use(NamedTuple):
     plan: Plan
     probe: Tensor
     expressions: list[Expression]
+    lengths: frozenset[tuple[int, int]]
+    rows: int
 
     @property
     def recurs(self) -> bool:
-        """Whether the next pass has it too where it is like this one: an example has shown it, its
+        """Whether the next pass has it too where it is like this one: the table has it, its
         parameters are whole ones, and the data choose nothing.
         """
         leaf, first = self.leaf, self.expressions[0].leaves[0]
-        is_shown = leaf is first and leaf.is_in_example and not leaf.is_unseen
+        in_forward = torch._C._current_graph_task_id() == -1
         return (
-            is_shown
+            leaf is first
+            and leaf.is_learned
+            and in_forward
             and isinstance(self.layout, Layout)
             and all(e.is_whole for e in self.expressions)
         )
@@ -249,21 +255,23 @@ class Use(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """A use of an earlier pass, what its function got, and the sizes of that pass's samples."""
+    """A use of an earlier pass, and what its function got."""
 
     name: str
     shape: torch.Size
     parameters: tuple[Any, ...]
-    sizes: dict[int, tuple[int, int]]
     use: Use
 
     def is_like(self, name: str, x: Tensor, parameters: tuple[Any, ...]) -> bool:
         """Whether a function of this pass is used in the same way."""
-        leaf = self.use.leaf
+        use, leaf = self.use, self.use.leaf
         if name != self.name or type(x) is not Tensor or x.shape != self.shape:
             return False
-        if leaf.left_out or leaf.growth.sizes is not self.sizes or not leaf.is_in_example:
+        if leaf.left_out or torch._C._current_graph_task_id() != -1:
             return False
+        if use.rows and isinstance(use.layout, Layout):
+            if not leaf.lengths.allows(use.layout.several, use.rows):
+                return False
         return all(
             t is own and (t is None or t.requires_grad)
             for t, own in zip(parameters, self.parameters)
@@ -312,13 +320,15 @@ def begin(
     recent: Recent | None = leaf.recent.get(number)
     if recent is not None and recent.is_like(name, x, parameters):
         leaf.found.functions += 1
+        if recent.use.lengths:
+            leaf.lengths.pairs |= recent.use.lengths
         for expression in recent.use.expressions:
             expression.note_use(name)
         return recent.use
     use = _begun(name, x, parameters, takes, **options)
     given = [t for t in parameters if t is not None]
     if use is not None and use.recurs and len(use.expressions) == len(given):
-        leaf.recent[number] = Recent(name, x.shape, parameters, leaf.growth.sizes, use)
+        leaf.recent[number] = Recent(name, x.shape, parameters, use)
     return use
 
 
@@ -344,7 +354,7 @@ def _begun(
     if not has_plan and not all(map(_is_alone, expressions)):
         return None
     leaf = first_leaf(expressions)
-    layout = _place(leaf, name, x, place)
+    layout, then = _place(leaf, name, x, place)
     each = 1
     if layout is None or not takes(x, layout, leaf):
         layout = None
@@ -359,8 +369,15 @@ def _begun(
             )
     if layout is None:
         if not compiling():
-            leaf.found.functions -= 1  # the next kind of function looks for the same step
+            leaf.uncount()  # the next kind of function looks for the same row
         return None
+    lengths, rows = frozenset[tuple[int, int]](), 0
+    if isinstance(layout, Layout) and leaf.starts is None and not compiling():
+        if layout.several:
+            rows = x.shape[layout.dim] // max(leaf.samples, 1)
+        else:
+            lengths = lengths_of((*x.shape[: layout.dim], *x.shape[layout.dim + 1 :]), then)
+            leaf.lengths.pairs |= lengths
     in_order = isinstance(layout, Chosen) and (
         leaf.starts is not None or not _is_padded(expressions)
     )
@@ -371,7 +388,7 @@ def _begun(
     plan = plan_for(expressions, values, dim, transposed, each)
     if isinstance(layout, Chosen) and in_order:
         plan = plan._replace(starts=layout.starts(leaf.samples))
-    return Use(leaf, layout, plan, probe_of(expressions), expressions)
+    return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows)
 
 
 def _is_padded(expressions: list[Expression]) -> bool:
@@ -387,28 +404,36 @@ def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
     several = leaf.found.uses > again() or leaf.known_uses > 1
-    several |= sum(step.is_use for step in leaf.steps) > 1
+    several |= any(sum(row.is_use for row in rows) > 1 for rows in leaf.batches)
     return expression.kind == SAME and leaf.facts is NOTHING and not several
 
 
-def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | None:
-    """Where the samples of ``x`` lie; None where that is not known."""
-    step, B = leaf.step(name), leaf.samples
-    found: Any = None
+def _place(
+    leaf: Leaf, name: str, x: Tensor, place: int
+) -> tuple[Layout | Chosen | None, tuple[int, ...]]:
+    """Where the samples of ``x`` lie, None where that is not known, and the sizes of a sample when
+    the table was learnt.
+    """
+
+    def fits(row: Row) -> bool:
+        layout = row.argument(place)
+        return not isinstance(layout, Layout) or leaf.fits(layout, x.shape)
+
+    row = leaf.row(name, fits)
+    layout: Any = None
     if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows
-        return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device))
-    if step is not None and step.chosen and not compiling():
-        owner_N = packed.owners_to_save(x, leaf, step) if x.ndim == 2 else None
-        return None if owner_N is None else Chosen(owner_N)
-    if step is not None:
-        found = step.argument(place)
+        return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device)), ()
+    if row is not None and row.chosen and not compiling():
+        owner_N = packed.owners_to_save(x, leaf, row) if x.ndim == 2 else None
+        return None if owner_N is None else Chosen(owner_N), ()
+    if row is not None:
+        layout = row.argument(place)
     if leaf.starts is not None:
-        return packed.place_of(found, x, leaf)
-    if step is None:
-        found = FIRST if name in OURS and B > 1 else packed.guessed(x, leaf)
-        if isinstance(found, Chosen):
-            return found
-    return found if isinstance(found, Layout) and leaf.fits(found, x.shape) else None
+        return packed.place_of(layout, x, leaf), ()
+    if row is None or not row.arguments:
+        layout = FIRST if name in OURS and leaf.samples > 1 else packed.alone(x, leaf)
+    is_known = isinstance(layout, Layout) and leaf.fits(layout, x.shape)
+    return layout if is_known else None, () if row is None else row.sizes
 
 
 OURS = frozenset(("linear_cross_entropy", "attention"))

@@ -6,7 +6,6 @@ from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
 from gnsfast.probing.slab import ProbeSlab, calls_of
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
-from gnsfast.probing.wrappers import unwrapped
 
 __all__ = [
     "AUDIT_EVERY",
@@ -19,6 +18,5 @@ __all__ = [
     "calls_of",
     "checks",
     "per_sample_sqnorms",
-    "unwrapped",
     "verify",
 ]

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
+from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.probing import checks
 from gnsfast.probing.gradient_watch import Audit, GradientWatch
 from gnsfast.probing.slab import ProbeSlab, calls_of
+from gnsfast.table import Table
 
 
 class SampleNorms(Mapping[str, Tensor]):
@@ -66,19 +68,21 @@ class per_sample_sqnorms:
             ``"first"`` pass of a model or ``"always"``. It finds functions that torch does not
             show, and reads the gradients once more. Parameters that are sharded or have a user's
             hook are not audited.
+        table: what ``gnsfast.learn`` has found out about the model, which its blocks execute from
+            here on. By default the first batch that the model gets in a block is learnt from, once.
 
     The block yields a mapping from parameter names to [B] float32, whose method ``total()`` gives
-    [B] over all parameters. The first batch that the model gets in a block shows where the samples
-    are: three of them go through the model ten times, in part one by one. Parameters whose norms
-    are not those of single samples there are left out, and ``gnsfast.coverage(model)`` says why. A
-    parameter without a gradient in this pass has norm zero. Other threads must not run the model
+    [B] over all parameters. Parameters whose norms were not proven when the table was learnt are
+    left out, and ``gnsfast.coverage(model)`` says why. A parameter without a gradient in this pass
+    has norm zero. That norm b is that of sample b of the batch assumes that the model keeps the
+    order of its samples, as it did when its table was learnt. Other threads must not run the model
     while the block is open.
 
     Raises:
         ObservationError: at the start of the block, if a batch norm uses the statistics of its
-            batch. At its end, if backward went through the model twice, if the pass used a
-            parameter in another way than the first batch, or if a gradient arrived that no function
-            of torch gave. The message names the parameter.
+            batch. At its end, if backward went through the model twice, if a call is not in the
+            table or does not fit its row, or if a gradient arrived that no function of torch gave.
+            The message names the parameter.
 
     No check finds samples that only some batches tie together. Only ``gnsfast.verify`` sees the
     own loss of the user.
@@ -103,6 +107,7 @@ class per_sample_sqnorms:
         *,
         cu_seqlens: Tensor | None = None,
         audit: str = "first",
+        table: Table | None = None,
     ) -> None:
         if audit not in ("first", "always"):
             raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
@@ -111,6 +116,8 @@ class per_sample_sqnorms:
         if cu_seqlens is not None:
             slots = max(len(cu_seqlens) - 1, 0)
             self._documents = document_slots(cu_seqlens, num_samples, slots)
+        if table is not None:
+            table.tell(Followed.of(unwrapped(model)))
         self._slab, self._slots = ProbeSlab(model), slots
         if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
@@ -173,6 +180,6 @@ class per_sample_sqnorms:
         norms = {name: own for name, own in watch.norms.items() if name in slab.parameters}
         audit = Audit([*slab.parameters], cpu)
         audit.add(rows_K3[None, :, :2].mT, [norms])
-        if wrong := audit.check(slab.parameters, slab.followed.batches.is_half):
+        if wrong := audit.check(slab.parameters, slab.is_half):
             raise ObservationError(wrong)
         slab.followed.is_audited = True

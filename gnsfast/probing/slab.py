@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import NOTHING, Facts, Followed, Leaf, Rows
+from gnsfast.following import NOTHING, Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
-from gnsfast.probing.wrappers import unwrapped
+from gnsfast.table import BatchHook
 
 
 class ProbeSlab:
@@ -29,8 +29,9 @@ class ProbeSlab:
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
         self._on_learned: Callable[[], None] | None = None
+        self._hook: BatchHook | None = None
         self.num_samples = 0
-        self._passes = self._measures = 1
+        self._measures = 1
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -53,6 +54,11 @@ class ProbeSlab:
         return torch.tensor(found, dtype=torch.int64, device=device)
 
     @property
+    def is_half(self) -> bool:
+        """Whether the model computes in half precision."""
+        return self.followed.table is not None and self.followed.table.is_half
+
+    @property
     def left_out(self) -> list[str]:
         """The trained parameters that have no norms."""
         return [leaf.name for leaf in self.followed.leaves if leaf.name not in self.parameters]
@@ -64,10 +70,6 @@ class ProbeSlab:
 
     def refuse_unseen(self, names: list[str]) -> None:
         """Raise at the end of a pass if gradients arrived unseen, where that is known so early."""
-
-    def show(self, args: Any, kwargs: Any) -> None:
-        """Show the batch of the open pass, before the model gets it."""
-        self.followed.batches.show(args, kwargs)
 
     @property
     def idle(self) -> list[str]:
@@ -102,9 +104,8 @@ class ProbeSlab:
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """How many uses of each parameter the pass had, all passes of a pipeline together."""
-        passes = self._passes
-        return tuple([(leaf.expected or 1) * passes for leaf in self.leaves])
+        """How many uses of each parameter the pass had."""
+        return tuple([leaf.expected or 1 for leaf in self.leaves])
 
     def each(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: a row of each parameter that was reached."""
@@ -124,22 +125,13 @@ class ProbeSlab:
         """The probes of the open pass."""
         return self.followed.passes.probes
 
-    def refuse_batch_statistics(self) -> None:
-        """Raise if a batch norm would use the statistics of the batch."""
-        for name, module in self.followed.mixing:
-            raise ObservationError(
-                f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
-                "samples together, so no per-sample gradient exists. Call eval() on it, use "
-                "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
-            )
-
     def read(self) -> None:
         """Take what the pass left in the probes. Raise after ``create_graph=True``, which gives
         gradients a graph of their own, if a batch norm was put into training mode inside the block,
         if a parameter was replaced in it, and for parameters that the pass used in a way that gives
         no norms.
         """
-        self.refuse_batch_statistics()
+        self.followed.refuse_batch_statistics()
         if self.followed.structure.is_changed:
             raise ObservationError(
                 "A parameter of the model was replaced inside the block, whose norms would be "
@@ -157,6 +149,12 @@ class ProbeSlab:
                 "that you measure without it."
             )
         for leaf in self.leaves:
+            if leaf.is_unordered:
+                leaf.fail(
+                    f"{leaf.found.functions} functions take it, and another number in the table, in "
+                    "some of which the samples lie in another way. gnsfast.learn(model, batch) with "
+                    "this batch shows them"
+                )
             if leaf.found.failed:
                 raise ObservationError(
                     f"{leaf.name}: {leaf.found.failed}. If this is no mistake, leave it out: "
@@ -170,29 +168,29 @@ class ProbeSlab:
         facts: Mapping[str, Facts] = {},
         at_end: Callable[[], None] | None = None,
         at_start: Callable[[], None] | None = None,
-        passes: int | None = None,
         learned: Callable[[], None] | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
         ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
         beside the norms. ``at_end`` is called after each backward pass and its averages over
-        processes, ``at_start`` when the first one has reached a probe. ``passes``: in a pipeline so
-        many passes of ``num_samples`` samples follow. ``learned`` is called in place of ``refresh``
-        when a batch has shown something.
+        processes, ``at_start`` when the first one has reached a probe. ``learned`` is called in place
+        of ``refresh`` when a batch has shown something.
         """
-        self.num_samples, self._passes = num_samples, passes or 1
-        self._begin(facts, documents, passes is not None)
+        self.num_samples = num_samples
+        self._begin(facts, documents)
         self._at_start, self._at_end, self._on_learned = at_start, at_end, learned
         self._watch(at_end is not None)
 
-    def _begin(
-        self, facts: Mapping[str, Facts], documents: Documents | None, in_stages: bool
-    ) -> None:
-        self.refuse_batch_statistics()
+    def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
+        followed = self.followed
+        followed.refuse_batch_statistics()
         self.rows, some = Rows(()), next(iter(facts.values()), NOTHING)
         self._measures = 1 + (some.constants_12 is not None)
-        self.followed.open(self._caller, self.num_samples, facts, documents, in_stages, self)
+        followed.open(self.num_samples, facts, documents, self)
+        if BatchHook.is_needed(followed, self.num_samples, documents):
+            where = followed, self._caller, self.num_samples, documents
+            self._hook = BatchHook(*where, self.learned)
 
     def learned(self) -> None:
         """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""
@@ -225,7 +223,10 @@ class ProbeSlab:
         self._stop()
 
     def _stop(self) -> None:
-        if self.followed.batches.watcher() is self:  # else its block is closed
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.followed.watcher() is self:  # else its block is closed
             self.followed.close()
 
     def forget(self) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import reference
-from gnsfast.following import Followed, coverage
+from gnsfast.following import Followed
 from gnsfast.kept import kept, kept_chance
 from gnsfast.probing.sample_norms import per_sample_sqnorms
+from gnsfast.table import coverage
 from gnsfast.tensors import map_tensors, tensors_of
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL
-from gnsfast.following.model import Followed
+from gnsfast.following import Followed
+from gnsfast.table.table import Table
 
 MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
@@ -33,15 +34,12 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` says why the norms are
-    not proven; it is empty if they are. ``proof_of_loss`` says the same of the loss that the model
-    returns beside its outputs. ``seconds``: how long the first batch took to show this.
+    """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` is empty if the norms are
+    proven, else it says why not.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
-    seconds: float = 0.0
-    proof_of_loss: str = ""
 
     @property
     def covered_fraction(self) -> float:
@@ -78,10 +76,8 @@ class Coverage:
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
         lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
-        proven = f"proven on the first batch, in {self.seconds:.2f} s"
+        proven = "proven for the model, not for a loss outside of it"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)
-        if self.proof_of_loss:
-            lines.append(f"not proven for the model's own loss: {self.proof_of_loss}")
         return "\n".join(lines)
 
 
@@ -89,14 +85,15 @@ def coverage(model: nn.Module) -> Coverage:
     """Show for each parameter of ``model`` how its per-sample norms are found, or why there are
     none.
 
-    The first batch in a block (or ``gnsfast.configure(model, example=batch)``) shows this. Before
-    it, every trainable parameter counts as covered.
+    The first batch in a block shows this, or a table of ``gnsfast.learn`` that a block was given.
+    Before it, every trainable parameter counts as covered.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8))
     >>> gnsfast.coverage(model).rows[2].reason
     'batch statistics tie samples together: no per-sample gradient exists'
     """
     followed = Followed.of(model)
+    table: Table | None = followed.table
     leaves = {leaf.name: leaf for leaf in followed.leaves}
     tied = {id(p) for _, m in followed.mixing for p in m.parameters()}
     last, rows = followed.passes.reached, []
@@ -113,13 +110,12 @@ def coverage(model: nn.Module) -> Coverage:
             rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue
         observed = None if reached is None else leaf in reached
-        note = ""
-        if name in followed.batches.proof.unproven:
-            note = "not proven: the first batch gave it no gradient"
-        elif followed.batches.is_learned and not leaf.is_learned:
-            note = "not proven: it is used outside of the modules that the model calls"
+        how = "" if table is None else table.proofs.get(name, "")
+        note = how if how.startswith("not proven") else ""
         measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
-    proof = followed.batches.proof
-    return Coverage(tuple(rows), proof.reason, proof.seconds, proof.of_loss)
+    return Coverage(tuple(rows), NOT_BEGUN if table is None else "")
+
+
+NOT_BEGUN = "no batch has gone through the model in a block"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sees the batch that a model gets in an open block, where its table is still to be learnt."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.eager import EAGER
+from gnsfast.errors import SampleShapeError
+from gnsfast.following import Followed, Hook
+from gnsfast.functional import Documents
+from gnsfast.table.learn import table_of
+from gnsfast.table.samples import Samples
+from gnsfast.tensors import tensors_of
+
+
+class BatchHook:
+    """Learns the table of an open model from the first batch that ``caller``, the model or a wrapper
+    of it, gets in a block of so many ``samples``. Of packed ``documents`` it also tells how many
+    rows of the batch hold them. ``learned()`` is called when there is a new table.
+    """
+
+    def __init__(
+        self,
+        followed: Followed,
+        caller: nn.Module,
+        samples: int,
+        documents: Documents | None,
+        learned: Callable[[], None],
+    ) -> None:
+        self._followed, self._samples, self._documents = followed, samples, documents
+        self._learned = learned
+        self._release: Callable[[], object] | None = None
+        if followed.table is None and "torch._dynamo" in sys.modules:
+            if not hasattr(caller, "_orig_mod"):  # whose hooks run in eager mode
+                self._release = EAGER.hold(self)
+        hook = Hook(self._show)
+        self._handle = caller.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    @staticmethod
+    def is_needed(followed: Followed, samples: int, documents: Documents | None) -> bool:
+        """Whether an open model has to see its batch. A single sample has nothing to tell apart."""
+        several = samples > 1 or bool(followed.structure.groups)
+        return documents is not None or (followed.table is None and several)
+
+    def remove(self) -> None:
+        """See no batch any more."""
+        self._handle.remove()
+        if self._release is not None:
+            self._release()
+
+    def _show(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        followed, documents = self._followed, self._documents
+        if followed.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        rows, batch = self._samples, (args, kwargs)
+        name = type(followed.structure.model).__name__
+        if documents is not None:
+            rows = rows_of(tensors_of(batch), documents.tokens, name)
+            for leaf in followed.leaves:
+                leaf.rows = rows
+            if followed.table is not None and followed.table.has_documents:
+                return
+        self.remove()
+        samples = Samples.of(batch, rows, None, name)
+        model = followed.structure.model
+        table = table_of(followed, lambda b: model(*b[0], **b[1]), samples, documents)
+        (table if followed.table is None else followed.table | table).tell(followed)
+        self._learned()
+
+
+def rows_of(tensors: list[Tensor], tokens: int, name: str) -> int:
+    """How many rows of a batch hold packed documents of so many tokens.
+
+    Raises:
+        SampleShapeError: if no tensor has so many tokens in its leading dimensions.
+    """
+    for t in tensors:
+        for d in (1, 2)[: t.ndim]:
+            if t.shape[:d].numel() == tokens:
+                return t.shape[: d - 1].numel()
+    shapes = ", ".join(str([*t.shape]) for t in tensors[:4])
+    raise SampleShapeError(
+        f"{name}: cu_seqlens ends at token {tokens}, but the model got tensors of shape {shapes}, "
+        "none of which has so many tokens in its leading dimensions. If padding follows, add it as "
+        "a last document."
+    )

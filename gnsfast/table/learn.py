@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast.learn``: what a batch shows of a model, once, as a table."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gnsfast.following import Followed, Row, unwrapped
+from gnsfast.functional import Documents, document_slots
+from gnsfast.kept import kept_modes
+from gnsfast.parallel import shared
+from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
+from gnsfast.table.proof import Proof, Trial, meeting, prove, refuse_mixed_documents
+from gnsfast.table.samples import Samples, Take
+from gnsfast.table.table import Table, pattern_of
+from gnsfast.table.trace import Traces, trace
+from gnsfast.tensors import tensors_of
+
+FEW = 3
+"""So many samples of a batch are looked at; two are too few to tell a sample from all others."""
+
+
+def learn(
+    model: nn.Module,
+    batch: Any,
+    *,
+    run: Callable[[Any], Any] | None = None,
+    take: Take | None = None,
+    num_samples: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    unproven: str = "leave_out",
+) -> Table:
+    """The table of a model: for each call that takes a parameter, where the samples are, and how the
+    norms of their gradients were proven. Its only effect is this value.
+
+    Three samples of the batch go through the model in evaluation mode, and the same with a copy of
+    the first: the dimension that grows with their number holds the samples. Then the norms of a
+    measured pass are compared with those of each sample alone, and a pass in which half of the
+    samples have no loss shows whether they meet. What is not proven is left out, by name. All
+    processes that shard the parameters must call this. Gradients, state, modes, hooks and random
+    numbers are afterwards what they were.
+
+    Args:
+        batch: what the model is called with: a tensor, a tuple of arguments, or a dictionary of
+            keyword arguments. A batch that is a tuple itself is ``(batch,)``.
+        run: what is called with the batch in place of the model, such as a step that calls its
+            parts. What it returns of each sample, such as logits, is what norms are proven on.
+        take: ``take(batch, samples)`` is a batch of some samples, given as a list of numbers of
+            which some come twice. By default these rows of each tensor whose first dimension has
+            the size ``num_samples``, or its second one where the first has not.
+        num_samples: by default the size of dimension 0 of the batch's first tensor.
+        cu_seqlens: as in ``per_sample_sqnorms``, if the batch holds packed documents: rows count as
+            samples, and a loss of every second document must give the others no gradient.
+        unproven: "measure" also measures parameters that the batch gives no gradient, and those of
+            a model none of whose results belongs to single samples.
+
+    Raises:
+        ValueError: for a batch without samples, and for an unknown ``unproven``.
+        SampleShapeError: if no tensor of the batch has so many samples, and there is no ``take``.
+        ObservationError: if a batch norm uses the statistics of its batch, if packed documents
+            attend to each other, and inside of a block.
+
+    What the model, ``run`` or ``take`` raises is raised here too.
+
+    >>> table = gnsfast.learn(torch.nn.Linear(5, 2), torch.randn(4, 5))
+    >>> print(table)
+    parameter  elements  functions  samples      proven by
+    weight     10        linear     dimension 0  3 samples alone
+    bias       2         linear     as in the call of its weight  3 samples alone
+    """
+    if unproven not in ("leave_out", "measure"):
+        raise ValueError(f"unproven must be 'leave_out' or 'measure', not {unproven!r}")
+    if num_samples is None:
+        num_samples = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
+    if num_samples < 1:
+        raise ValueError("The batch has no samples. Give a batch with tensors, or num_samples=.")
+    followed = Followed.of(unwrapped(model))
+    followed.refuse_batch_statistics()
+    documents = None
+    if cu_seqlens is not None:
+        documents = document_slots(cu_seqlens, len(cu_seqlens) - 1, len(cu_seqlens) - 1)
+    name = type(followed.structure.model).__name__
+    samples = Samples.of(batch, num_samples, take, name)
+    followed.open(num_samples)
+    try:
+        return table_of(followed, run or _call(followed.structure.model), samples, documents, unproven)
+    finally:
+        followed.close()
+
+
+def _call(model: nn.Module) -> Callable[[Any], Any]:
+    """What runs a model with a batch of ``learn``."""
+
+    def run(batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+    return run
+
+
+def table_of(
+    followed: Followed,
+    run: Callable[[Any], Any],
+    samples: Samples,
+    documents: Documents | None = None,
+    unproven: str = "leave_out",
+) -> Table:
+    """The table of an open model, which ``run`` runs with a batch of some samples."""
+    structure, B = followed.structure, max(samples.n, 1)
+    few = FEW if B >= FEW else FEW - 1
+    trial = Trial(followed, run, samples, [b % B for b in range(few)])
+    structure.given = samples.batch
+    with _for_our_own_ends(followed):
+        traces, late = _traced(trial)
+        shown = Shown.of(traces, late)
+        proof, rows = prove(trial, shown.rows, traces.result_places, shown.rtol, training=False)
+        places = traces.result_places
+        if late is not None:
+            places = late.result_places
+            of_late, rows = prove(trial, rows, places, shown.rtol, training=True)
+            proof = proof.with_late(of_late, shown.late)
+        meet = {} if proof.reason else meeting(trial, places)
+        proof = proof._replace(wrong=shared(meet | proof.wrong, dict.__or__, structure.groups))
+        if documents is not None:
+            refuse_mixed_documents(trial, documents, places)
+        shown = shown._replace(rows=rows)
+        table = _assembled(followed, shown, proof, few, unproven, documents is not None)
+        _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
+    return table
+
+
+class Shown(NamedTuple):
+    """What the traces show: the rows and routes of the parameters, by name, and which of them are
+    taken by one call. The ``late`` ones are reached in training mode alone.
+    """
+
+    rows: Mapping[str, tuple[Row, ...]]
+    routes: Mapping[str, tuple[str, ...]]
+    calls: Mapping[str, Sequence[frozenset[str]]]
+    late: frozenset[str]
+    rtol: float
+
+    @classmethod
+    def of(cls, traces: Traces, late: Traces | None) -> "Shown":
+        """What is shown in evaluation mode, and of other parameters in training mode."""
+        rows, routes, calls = traces.rows(), traces.routes(), traces.calls()
+        new = frozenset[str]() if late is None else frozenset(late.routes().keys() - routes.keys())
+        is_half = traces.is_half
+        if late is not None:
+            rows = {n: own for n, own in late.rows().items() if n in new} | rows
+            routes = {n: own for n, own in late.routes().items() if n in new} | routes
+            calls = {n: own for n, own in late.calls().items() if n in new} | calls
+            is_half |= late.is_half
+        return cls(rows, routes, calls, new, 5e-2 if is_half else 1e-3)
+
+
+def _traced(trial: Trial) -> tuple[Traces, Traces | None]:
+    """The traces in evaluation mode, and those in training mode if the model trains and evaluation
+    mode has not reached some parameter, nor a sibling of it.
+    """
+    structure, order = trial.followed.structure, trial.order
+    model, n = structure.model, len(order)
+
+    def traced() -> Traces:
+        def run(k: int) -> Any:
+            return trial.outputs(order if k == n else [*order, order[0]])
+
+        with keeping_graphs():
+            return trace(run, n, n + 1, lambda agrees: not structure.on_any(not agrees))
+
+    trains = model.training
+    with kept_modes(model):
+        model.eval()
+        traces = traced()
+    reached = {pattern_of(name) for name in traces.routes()}
+    is_missing = any(pattern_of(leaf.name) not in reached for leaf in structure.covered)
+    return traces, traced() if structure.on_any(trains and is_missing) else None
+
+
+def _assembled(
+    followed: Followed, shown: Shown, proof: Proof, few: int, unproven: str, has_documents: bool
+) -> Table:
+    """The table of what is shown and proven."""
+    rows, routes = dict(shown.rows), dict(shown.routes)
+    proofs: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    doubtful: dict[str, str] = {}
+    for leaf in followed.leaves:
+        name = leaf.name
+        if leaf.left_out or name in proof.wrong:
+            left_out[name] = leaf.left_out or proof.wrong[name]
+        elif proof.reason:
+            doubtful[name] = f"not proven: {proof.reason}"
+        elif name not in routes:
+            doubtful[name] = "no sample of the batch has reached it"
+        elif name in proof.silent:
+            doubtful[name] = "the batch gives it no gradient"
+        else:
+            proofs[name] = f"{few} samples alone"
+    siblings: dict[str, list[str]] = {}
+    for name in proofs:
+        siblings.setdefault(pattern_of(name), []).append(name)
+    for name in doubtful:
+        calls, alike = shown.calls.get(name, ()), siblings.get(pattern_of(name), [])
+        if calls and all(any(other in proofs for other in call) for call in calls):
+            proofs[name] = "the norms of another parameter of its calls"
+        elif alike and _agree([rows.get(other, ()) for other in alike]):
+            if name not in routes:
+                rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
+            if _agree([rows.get(name, ()), rows.get(alike[0], ())]):
+                proofs[name] = f"its sibling {alike[0]}"
+    for name, why in doubtful.items():
+        if name not in proofs and unproven == "measure":
+            proofs[name] = why
+        elif name not in proofs:
+            left_out[name] = why
+    return Table(
+        type(followed.structure.model).__name__,
+        (rows,),
+        routes,
+        proofs,
+        left_out,
+        frozenset(doubtful.keys() & left_out.keys()),
+        {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
+        proof.sqnorms,
+        shown.rtol > 1e-2,
+        has_documents,
+    )
+
+
+def _agree(rows: Sequence[Sequence[Row]]) -> bool:
+    """Whether the samples are in the same places in the calls of several parameters."""
+    first, *others = rows
+    return all(
+        len(each) == len(first) and all(a.is_like(b) for a, b in zip(each, first)) for each in others
+    )
+
+
+def _first_with_samples(a: tuple[bool, Table], b: tuple[bool, Table]) -> tuple[bool, Table]:
+    """The table of the first of two processes that has samples."""
+    return a if a[0] or not b[0] else b
+
+
+@contextmanager
+def _for_our_own_ends(followed: Followed) -> Iterator[None]:
+    """Run the model, perhaps inside of a block, whose pass then begins as if nothing had run."""
+    passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
+    kept = [(leaf, leaf.found, leaf.twin) for leaf in begun]
+    followed.is_learning = True
+    try:
+        # A checkpoint around the model must not count what is saved here. (A result that is saved
+        # as it is would hold its graph, which would hold it.)
+        saved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+        with _in_eager_mode(), saved, not_reentrant(), _without_modes():
+            yield
+    finally:
+        followed.is_learning, followed.structure.given = False, ()
+        passes.begin(passes.asked, followed.leaves)
+        for leaf, state, twin in kept:
+            leaf.found = state
+            if leaf.is_sharded:  # else it has kept the twin
+                leaf.twin = twin
+
+
+def _in_eager_mode() -> AbstractContextManager[Any]:
+    """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _without_modes() -> AbstractContextManager[Any]:
+    """Modes of the user, as those of a selective checkpoint, see nothing of this."""
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes

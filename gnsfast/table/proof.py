@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof of a table: the norms of a measured pass over a few samples, beside those of a loop over
+single samples of the very same model.
+
+The loss weighs the outputs of each sample at random, so that no gradients cancel. Gradients come
+from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.errors import ObservationError, first_line
+from gnsfast.following import (
+    Followed,
+    Layout,
+    Leaf,
+    Place,
+    Row,
+    Weighted,
+    fill_probes,
+    gradients,
+    unfollowed,
+)
+from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
+from gnsfast.kept import kept_modes
+from gnsfast.parallel import shared
+from gnsfast.table.samples import Samples
+from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
+
+Rows = dict[str, tuple[Row, ...]]
+
+
+class Proof(NamedTuple):
+    """What a proof shows. ``reason`` says why there is none. Else ``wrong`` holds the parameters
+    whose norms are wrong, or missing, with the reason; ``silent`` are those that got no gradient.
+    ``sqnorms`` are the squared norms of the samples' gradients of each parameter, added up.
+    """
+
+    reason: str = ""
+    wrong: dict[str, str] = {}
+    silent: frozenset[str] = frozenset()
+    sqnorms: dict[str, float] = {}
+
+    def with_late(self, other: "Proof", late: frozenset[str]) -> "Proof":
+        """This proof with what another one, in training mode, says of the ``late`` parameters."""
+        lost = dict.fromkeys(late, other.reason) if other.reason else other.wrong
+        wrong = {name: why for name, why in self.wrong.items() if name not in late}
+        sqnorms = {name: own for name, own in other.sqnorms.items() if name in late}
+        return self._replace(
+            wrong=wrong | {name: why for name, why in lost.items() if name in late},
+            silent=(self.silent - late) | (other.silent & late),
+            sqnorms=self.sqnorms | sqnorms,
+        )
+
+
+class Weighed(NamedTuple):
+    """Result ``number`` of the model, where its samples lie, and the weights of their entries in a
+    loss, in the order of the samples.
+    """
+
+    number: int
+    layout: Layout
+    weights: Tensor
+
+    def part(self, results: Sequence[Tensor], at: int, n: int, b: int, B: int) -> Weighted:
+        """Sample number ``at`` of n in ``results``, with the weights of sample ``b`` of B.
+
+        Raises:
+            ValueError: if the results do not hold such a part.
+        """
+        t, weights = results[self.number], self.layout.of_sample(self.weights, b, B)
+        t = self.layout.of_sample(t, at, n) if self.layout.fits(t.shape, n) else t[:0]
+        if t.shape != weights.shape:
+            raise ValueError("its results then have another shape")
+        return t, weights
+
+
+class Trial(NamedTuple):
+    """A model that runs for our own ends: ``run`` gets a batch of some ``samples``, of which
+    ``order`` are the few that are looked at.
+    """
+
+    followed: Followed
+    run: Callable[[Any], Any]
+    samples: Samples
+    order: list[int]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The parameters of the model."""
+        return self.followed.leaves
+
+    def outputs(self, order: Sequence[int]) -> Any:
+        """What the model returns for some of its samples. Its state is then what it was."""
+        batch = self.samples.some(order)
+        with self.followed.structure.as_it_was():
+            return self.run(batch)
+
+    @contextmanager
+    def results(self, order: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """The same as tensors, and images in the batch that get a gradient: torch 2.13's group norm
+        of images that are stored channels-last crashes on a CPU where its input gets none.
+        """
+        images: list[Tensor] = []
+
+        def pick(t: Tensor) -> Tensor:
+            if t.is_cuda or t.ndim < 4 or t.is_contiguous() or not t.is_floating_point():
+                return t
+            images.append(t.detach().requires_grad_())
+            return images[-1].clone()  # which may be written to
+
+        batch = map_tensors(pick, self.samples.some(order))
+        with self.followed.structure.as_it_was():
+            yield [*map(whole, tensors_of(self.run(batch)))], images
+
+    def norms(self, parts: Sequence[Weighted], n: int) -> dict[Leaf, Tensor] | str:
+        """The norms of all n samples in the loss of ``parts`` of an open pass, or the error of its
+        backward pass.
+        """
+        try:
+            fill_probes(parts, self.leaves)
+        except Exception as error:  # the model's own, as of an autograd function
+            return first_line(error)
+        return {leaf: rows[0, :n] for leaf, rows in self.followed.passes.rows(self.leaves).items()}
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The parameters that the pass could not measure, with the reason."""
+        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
+
+
+class Measured(NamedTuple):
+    """What a measured pass gave: the ``norms`` of the samples, or why there are none, and ``lost``,
+    the parameters that it could not measure. ``drew``: the model drew random numbers.
+    """
+
+    weighed: list[Weighed]
+    norms: dict[Leaf, Tensor] | str
+    lost: dict[str, str]
+    drew: bool
+
+
+def prove(
+    trial: Trial, rows: Rows, places: Sequence[Place], rtol: float, training: bool
+) -> tuple[Proof, Rows]:
+    """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
+    that it proves: those that fail as consecutive rows of each sample are tried as interleaved ones.
+    The model is as it is where that is ``training``, else in evaluation mode.
+    """
+    followed, structure = trial.followed, trial.followed.structure
+    followed.learn(rows)
+    with kept_modes(structure.model), _gates_open(trial.leaves):
+        structure.model.train(training)
+        measured = _measured(trial, places)
+        truth = _truths(trial, measured)
+        proof = judged(measured, truth, rtol)
+        turned = {name: tuple(map(interleaved, rows.get(name, ()))) for name in proof.wrong}
+        turned = {name: new for name, new in turned.items() if new != rows.get(name, ())}
+        if structure.on_any(bool(turned)):
+            followed.learn(rows | turned)
+            again = judged(_measured(trial, places, measured.weighed), truth, rtol)
+            right = set() if again.reason else turned.keys() - again.wrong.keys()
+            rows = rows | {name: turned[name] for name in right}
+            wrong = {name: why for name, why in proof.wrong.items() if name not in right}
+            proof = proof._replace(wrong=wrong)
+            followed.learn(rows)
+    return proof, rows
+
+
+def _measured(
+    trial: Trial, places: Sequence[Place], weighed: list[Weighed] | None = None
+) -> Measured:
+    """The norms of a pass over the samples in reversed order, which shows whether the model puts
+    them into an order of its own. The norms are in the order of the samples.
+    """
+    n, structure = len(trial.order), trial.followed.structure
+    graphs, chance = graphs_of_gradients[0], structure.chance()
+    trial.followed.passes.begin_trial(n)
+    with trial.results(trial.order[::-1]) as (results, _):
+        drew = structure.on_any(structure.chance() != chance)
+        for leaf in trial.leaves:
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
+        weighed = _weights(results, places, n, range(n)) if weighed is None else weighed
+        if structure.on_any(graphs_of_gradients[0] != graphs):
+            return Measured([], TWICE, dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE), drew)
+        if structure.on_any(not weighed):
+            return Measured([], NO_RESULT, trial.failed, drew)
+        parts = [w.part(results, n - 1 - b, n, b, n) for w in weighed for b in range(n)]
+        norms = trial.norms(parts, n)
+    if not isinstance(norms, str):
+        norms = {leaf: each.flip(0) for leaf, each in norms.items()}
+    return Measured(weighed, norms, trial.failed, drew)
+
+
+def _weights(
+    results: Sequence[Tensor], places: Sequence[Place], n: int, chosen: Sequence[int]
+) -> list[Weighed]:
+    """The results that hold the samples, with random weights for the ``chosen`` ones."""
+    weighed = []
+    for number, (t, place) in enumerate(zip(results, places)):
+        if isinstance(place, Layout) and t.requires_grad and place.fits(t.shape, n):
+            weights = torch.zeros_like(t, requires_grad=False)
+            for b in chosen:
+                place.of_sample(weights, b, n).normal_()
+            weighed.append(Weighed(number, place, weights))
+    return weighed
+
+
+def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
+    """Each sample's squared norm of each parameter, by a pass over this sample alone. Where the
+    model draws random numbers even in evaluation mode, or takes no single sample, it is one over
+    all samples, which has the same random numbers, with a loss of this one.
+    """
+    if isinstance(measured.norms, str):
+        return measured.norms
+    structure, n = trial.followed.structure, len(trial.order)
+    # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
+    # stored channels-last.
+    copies = 1 + bool(structure.batch_norms)
+    values = [leaf.current for leaf in trial.leaves]
+
+    def truth(b: int, alone: bool) -> dict[Leaf, float]:
+        order, at = ([trial.order[b]] * copies, 0) if alone else (trial.order, b)
+        with structure.bare(), trial.results(order) as (results, images):
+            parts = [w.part(results, at, len(order), b, n) for w in measured.weighed]
+            grads = gradients(parts, [*values, *images], keep=True)
+        return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
+
+    why = ""
+    for alone in (False,) if measured.drew else (True, False):
+        try:
+            return [truth(b, alone) for b in range(n)]
+        except Exception as error:  # the model's own, whatever it is
+            why = why or first_line(error)
+    return f"the model does not take a single sample ({why})"
+
+
+def _sqnorm(g: Tensor) -> float:
+    g = g.coalesce().values() if g.is_sparse else g
+    sqnorm: float = whole(g).detach().double().square().sum().item()
+    return sqnorm
+
+
+def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: float) -> Proof:
+    """The parameters whose norms differ from those of single samples by more than ``rtol``."""
+    if isinstance(measured.norms, str) or isinstance(truth, str):
+        return Proof(str(truth), measured.lost)
+    norms = {leaf: measured.norms.get(leaf) for leaf in truth[0] if leaf.name not in measured.lost}
+    if not norms:
+        return Proof("", measured.lost)
+    zero_B = torch.zeros(len(truth), dtype=torch.float64)
+    norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
+    if not bool(norm_PB.isfinite().all()):
+        return Proof("the gradients of its samples are not finite", measured.lost)
+    real_PB = norm_PB.new_tensor([[each[leaf] for each in truth] for leaf in norms])
+    # Rounding adds an error to the gradient, not to its square.
+    eps_P1 = norm_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
+    noise_PB = 32 * eps_P1 * real_PB.sum(0).sqrt() + LEAST
+    is_right_PB = (norm_PB.sqrt() - real_PB.sqrt()).abs() <= rtol * real_PB.sqrt() + noise_PB
+    wrong = dict(measured.lost)
+    for p, leaf in enumerate(norms):
+        if not bool(is_right_PB[p].all()):
+            b = is_right_PB[p].tolist().index(False)
+            wrong[leaf.name] = (
+                UNSEEN
+                if not bool(norm_PB[p].any())
+                else (
+                    f"its norm for a sample is {norm_PB[p, b]:.6g}, and {real_PB[p, b]:.6g} for the "
+                    "same sample alone: samples meet in the model, or were not told apart"
+                )
+            )
+    silent = (real_PB.sqrt() <= noise_PB).all(1).tolist()
+    return Proof(
+        "",
+        wrong,
+        frozenset(leaf.name for leaf, is_silent in zip(norms, silent) if is_silent),
+        {leaf.name: sum(each[leaf] for each in truth) for leaf in truth[0]},
+    )
+
+
+def interleaved(row: Row) -> Row:
+    """A row of the table whose samples have interleaved rows where they had consecutive ones."""
+
+    def turned(place: Any) -> Any:
+        return place._replace(interleaved=True) if isinstance(place, Layout) and place.several else place
+
+    arguments, results = (tuple(map(turned, places)) for places in (row.arguments, row.results))
+    return row._replace(arguments=arguments, results=results)
+
+
+def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
+    """The parameters of which other samples have a norm in a loss of some samples alone, as the
+    model is (in training mode where it trains), with the reason.
+    """
+    n = len(trial.order)
+    half = range(n // 2)
+    trial.followed.passes.begin_trial(n)
+    with trial.results(trial.order) as (results, _):
+        weighed = _weights(results, places, n, half)
+        parts = [(results[w.number], w.weights) for w in weighed]
+        norms = "" if trial.followed.structure.on_any(not parts) else trial.norms(parts, n)
+    return _others(norms, trial.failed, range(n // 2, n))
+
+
+def _others(norms: Any, failed: dict[str, str], others: Sequence[int]) -> dict[str, str]:
+    """The parameters of which ``others`` have norms, samples that have no part in the loss."""
+    if isinstance(norms, str):
+        return failed
+    meet = {
+        leaf.name: MIXED
+        for leaf, each in norms.items()
+        if float(each[[*others]].sum()) > 1e-12 * float(each.sum())
+    }
+    return meet | failed
+
+
+def refuse_mixed_documents(trial: Trial, documents: Documents, places: Sequence[Place]) -> None:
+    """Raise if packed documents attend to each other: a loss of every second document must give the
+    others no gradient.
+    """
+    D, passes = len(documents.starts) - 1, trial.followed.passes
+    lost = {leaf.name for leaf in trial.leaves if leaf.left_out}
+    for k in (0, 1):
+        passes.begin_trial(D, documents)
+        with trial.results(range(trial.samples.n)) as (results, _):
+            parts = _of_documents(trial, results, documents, range(k, D, 2), places)
+            is_shown = not trial.followed.structure.on_any(not parts)
+            norms = trial.norms(parts, D) if is_shown else ""
+        for name in _others(norms, {}, range(1 - k, D, 2)).keys() - lost:
+            raise ObservationError(
+                f"{type(trial.followed.structure.model).__name__}: the packed documents attend to "
+                f"each other, as the gradients of {name} show. The attention mask must be "
+                "block-diagonal: position_ids that begin again at 0 with every document for models "
+                "of transformers, attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
+            )
+
+
+def _of_documents(
+    trial: Trial,
+    results: list[Tensor],
+    documents: Documents,
+    chosen: Sequence[int],
+    places: Sequence[Place],
+) -> list[Weighted]:
+    """The rows of the ``chosen`` documents in the results that hold the tokens, with random
+    weights.
+    """
+    parts, rows, N = [], trial.samples.n, documents.tokens
+    for t, place in zip(results, places):
+        if not (t.requires_grad and isinstance(place, Layout)):
+            continue
+        if rows > 1 and place.fits(t.shape, rows):
+            t = place.samples_first(t, rows)
+        if any(t.shape[:d].numel() == N for d in range(1, t.ndim + 1)):
+            document_N = documents_of_rows(documents.starts.to(t.device), N)
+            rows_of_these = torch.isin(document_N, document_N.new_tensor([*chosen]))
+            tokens = t.reshape(N, -1)[rows_of_these]
+            parts.append((tokens, torch.randn_like(tokens)))
+    return parts
+
+
+@contextmanager
+def _gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
+    """Let parameters that are all zeros, as those of a new adapter or of a gate that opens late,
+    have small random values meanwhile, so that what is behind them gets a gradient.
+    """
+    with unfollowed():
+        closed = [
+            (leaf.parameter, leaf.parameter.data)
+            for leaf in leaves
+            if not is_dtensor(leaf.parameter) and not bool(leaf.parameter.any())
+        ]
+        generator = torch.Generator().manual_seed(0)
+        for p, data in closed:
+            value = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            p.data = value.mul_(0.1).to(data)
+    try:
+        yield
+    finally:
+        with unfollowed():
+            for p, data in closed:
+                p.data = data
+
+
+NO_RESULT = (
+    "no result of the model belongs to single samples. With gnsfast.learn(model, batch, run=...) a "
+    "function that returns something of each sample, such as logits, proves them"
+)
+TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
+MIXED = (
+    "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
+    "another order in it than in the batch"
+)
+UNSEEN = (
+    "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
+    "its own does, or a gradient of its gradient is taken"
+)
+LEAST = torch.finfo(torch.float32).tiny ** 0.5
+"""The square of a smaller norm is no normal float32."""

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the samples lie in each call that takes a parameter, by shapes alone.
+
+The model runs with n samples and with m. In call number k of a parameter a dimension of size c * n
+in one pass and c * m in the other holds the samples, c rows of each. No value is read.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gnsfast.following import (
+    CASTS,
+    COPIES,
+    NO_ROWS,
+    OPENED,
+    QUERIES,
+    SHARED,
+    UNKNOWN,
+    Layout,
+    Leaf,
+    Place,
+    Row,
+    expression_of,
+    is_transformed,
+    mark_made,
+    name_of,
+    numbered,
+    of_torch,
+    owners_of,
+    takes_functions,
+    unfollowed,
+)
+from gnsfast.tensors import tensors_of
+
+
+class Call(NamedTuple):
+    """A call of function ``name`` that takes a parameter, or what is made of one.
+
+    ``arguments`` and ``results`` are the shapes of its tensors, None for parameters and for other
+    values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
+    parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
+    ``each``: an index has chosen its rows from so many rows of each sample; None if no index did.
+    ``has_grad``: it was called in grad mode.
+    """
+
+    name: str
+    arguments: tuple[torch.Size | None, ...]
+    results: tuple[torch.Size, ...]
+    active: tuple[bool, ...]
+    leaves: tuple[Leaf, ...]
+    is_data: bool
+    each: int | None
+    has_grad: bool
+
+
+Trace = dict[Leaf, list[Call]]
+"""The calls of each parameter in their order. A call of several parameters is one of the first."""
+
+
+class Traces(NamedTuple):
+    """The traces of a pass with ``n`` samples and of one with ``m``, and the shapes of the model's
+    results in both. ``is_half``: the model computes in half precision.
+    """
+
+    n: int
+    m: int
+    traces: tuple[Trace, Trace]
+    results: tuple[list[torch.Size], list[torch.Size]]
+    is_half: bool
+
+    @property
+    def result_places(self) -> list[Place]:
+        """Where the samples lie in each result of the model."""
+        first, second = self.results
+        pairs = zip(first, [*second, *[None] * len(first)])
+        return [place_of(a, b, self.n, self.m) for a, b in pairs]
+
+    def rows(self) -> dict[str, tuple[Row, ...]]:
+        """The rows of the table, by the name of the parameter."""
+        first, second = self.traces
+        table: dict[str, tuple[Row, ...]] = {}
+        for leaf, calls in first.items():
+            others = second.get(leaf, [])
+            in_grad_mode = any(call.has_grad for call in calls)
+            # What a reentrant checkpoint calls without a graph, it calls again with one.
+            kept = [(k, c) for k, c in enumerate(calls) if c.has_grad or not in_grad_mode]
+            rows = [(_row(c, _like(others, k, c), self), _like(others, k, c)) for k, c in kept]
+            chosen = {
+                name: frozenset(c.each for c in calls if c.name == name and c.each)
+                for name in {call.name for call in calls}
+            }
+            table[leaf.name] = tuple(
+                _with_chosen(_as_its_likes(row, other, rows), chosen) for row, other in rows
+            )
+        return table
+
+    def routes(self) -> dict[str, tuple[str, ...]]:
+        """The functions in which each parameter meets the data, by its name."""
+        meets: dict[Leaf, dict[str, None]] = {}
+        made_with: dict[Leaf, set[Leaf]] = {}
+        for leaf, calls in self.traces[0].items():
+            for call in calls:
+                for each in call.leaves:
+                    if call.is_data:
+                        meets.setdefault(each, {})[call.name] = None
+                    elif each is not leaf:
+                        made_with.setdefault(leaf, set()).add(each)
+        for leaf in sorted(made_with, key=lambda leaf: leaf.index):
+            for each in made_with[leaf]:
+                meets.setdefault(each, {}).update(meets.get(leaf, {}))
+        return {leaf.name: tuple(names) for leaf, names in meets.items()}
+
+    def calls(self) -> dict[str, list[frozenset[str]]]:
+        """By the name of a parameter, all parameters of each call in which it meets the data."""
+        calls: dict[str, list[frozenset[str]]] = {}
+        for call in (call for each in self.traces[0].values() for call in each if call.is_data):
+            names = frozenset(leaf.name for leaf in call.leaves)
+            for name in names:
+                calls.setdefault(name, []).append(names)
+        return calls
+
+
+def place_of(a: torch.Size, b: torch.Size | None, n: int, m: int) -> Place:
+    """Where the samples lie in a tensor of shape ``a`` with n samples, and ``b`` with m."""
+    if a == b:
+        return SHARED
+    if b is None or len(a) != len(b):
+        return UNKNOWN
+    dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y and x * m == y * n]
+    return Layout.of(a, n, dims[0]) if len(dims) == 1 else UNKNOWN
+
+
+def _like(calls: list[Call], k: int, call: Call) -> Call | None:
+    """Call number ``k`` of another pass, if it is of the same function."""
+    return calls[k] if k < len(calls) and calls[k].name == call.name else None
+
+
+def _places(
+    call: Call, other: Call | None, n: int, m: int
+) -> tuple[list[Place | None], list[Place]]:
+    """Where the samples lie in the arguments and in the results of a call."""
+
+    def each(shapes: Any, its: Any) -> list[Any]:
+        its = [*its, *[None] * (len(shapes) - len(its))]
+        return [None if a is None else place_of(a, b, n, m) for a, b in zip(shapes, its)]
+
+    arguments = each(call.arguments, () if other is None else other.arguments)
+    results = each(call.results, () if other is None else other.results)
+    for i, place in enumerate(arguments):
+        if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
+            arguments[i] = UNKNOWN
+    if call.each:
+
+        def chosen(places: list[Any]) -> list[Any]:
+            return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
+
+        arguments, results = chosen(arguments), chosen(results)
+    if UNKNOWN in arguments:
+        results = [UNKNOWN if place == SHARED else place for place in results]
+    return arguments, results
+
+
+def _row(call: Call, other: Call | None, traces: Traces) -> Row:
+    arguments, results = _places(call, other, traces.n, traces.m)
+    layouts = ((p, s) for p, s in zip(arguments, call.arguments) if isinstance(p, Layout))
+    place, shape = next(layouts, (None, None))
+    sizes = () if place is None or shape is None else (*shape[: place.dim], *shape[place.dim + 1 :])
+    return Row(call.name, tuple(arguments), tuple(results), sizes=sizes)
+
+
+def _as_its_likes(row: Row, other: Call | None, rows: list[tuple[Row, Call | None]]) -> Row:
+    """A call that one pass alone had, as a loop over samples has, is like all others of its name."""
+    likes = {like for like, its in rows if its is not None and like.name == row.name}
+    return likes.pop() if other is None and len(likes) == 1 else row
+
+
+def _with_chosen(row: Row, chosen: dict[str, frozenset[int]]) -> Row:
+    is_chosen = UNKNOWN in (*row.arguments, *row.results)
+    return row._replace(chosen=chosen.get(row.name, NO_ROWS) if is_chosen else NO_ROWS)
+
+
+def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], bool]) -> Traces:
+    """The traces of ``run(n)`` and ``run(m)``, which run the model with so many samples, in two
+    passes. A first guess of what is made of parameters alone is checked by the second pass: where it
+    was wrong, both run again. ``agree`` says whether all processes that run the passes together hold
+    something true.
+    """
+    sizes, traces, results, is_half = (n, m), [Trace(), Trace()], [[], []], False
+    before: list[Any] = [None, None]
+    for number in range(MOST_PASSES):
+        i = number % 2
+        recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i])
+        with recorder:
+            out = run(sizes[i])
+        results[i] = [_shape(t, sizes[i]) for t in tensors_of(out)]
+        traces[i], is_half = recorder.trace, is_half or recorder.is_half
+        before[i] = {leaf: [c.is_data for c in calls] for leaf, calls in traces[i].items()}
+        if number and agree(_is_same_as_far(*before)):
+            break
+    return Traces(n, m, (traces[0], traces[1]), (results[0], results[1]), is_half)
+
+
+MOST_PASSES = 8
+
+
+def _is_same_as_far(a: dict[Leaf, list[bool]], b: dict[Leaf, list[bool]]) -> bool:
+    """Whether two passes took the same tensors for made of parameters alone, as far as both go."""
+    return all(x == y for leaf in a.keys() & b.keys() for x, y in zip(a[leaf], b[leaf]))
+
+
+def _shape(t: Tensor, samples: int) -> torch.Size:
+    """The shape of a tensor. That of a nested tensor is none that another pass could have."""
+    return torch.Size((-samples,)) if t.is_nested else t.shape
+
+
+class Recorder(TorchFunctionMode):
+    """A pass with ``n`` samples in which each call that takes a parameter is written down. ``other``
+    is the trace of a pass with ``m`` samples, if there was one.
+    """
+
+    def __init__(self, n: int, other: Trace, m: int) -> None:
+        super().__init__()
+        self.n, self.other, self.m = n, other, m
+        self.trace: Trace = {}
+        self.is_half = False
+        self._taken: list[Any] = []  # functions that a tensor class of others has taken
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, func = kwargs or {}, of_torch(func)
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        other = next((cls for cls in types if takes_functions(cls)), None)
+        if other is not None and func not in self._taken:
+            self._taken.append(func)
+            try:
+                with self:
+                    return other.__torch_function__(func, types, args, kwargs)
+            finally:
+                self._taken.pop()
+        name = name_of(func)
+        with unfollowed():
+            if name in QUERIES or is_transformed():
+                return func(*args, **kwargs)
+            if name == "__getitem__" and _leaf_of(args[0]) is not None:
+                args = numbered(args)
+            arguments = pytree.tree_leaves((args, kwargs))
+            leaves = [_leaf_of(t) for t in arguments]
+            trained = [e for e, t in zip(leaves, arguments) if e is not None and t.requires_grad]
+            if not trained:
+                return func(*args, **kwargs)
+            data = [t if isinstance(t, Tensor) and e is None else None for t, e in zip(arguments, leaves)]
+            shapes = tuple(None if t is None else _shape(t, self.n) for t in data)
+            active = tuple(t is not None and t.requires_grad for t in data)
+            out = func(*args, **kwargs)
+            if hasattr(out, "__next__"):
+                out = iter(results := list(out))
+            else:
+                results = [args[0]] if name == "__setitem__" else tensors_of(out)
+            is_half = (t.is_floating_point() and t.dtype.itemsize < 4 for t in results)
+            self.is_half = self.is_half or any(is_half)
+            call = Call(
+                name,
+                shapes,
+                tuple(_shape(t, self.n) for t in results),
+                active,
+                tuple(dict.fromkeys(trained)),
+                False,
+                None,
+                torch.is_grad_enabled(),
+            )
+            self._note(call, data, results)
+        return out
+
+    def _note(self, call: Call, data: list[Any], results: list[Tensor]) -> None:
+        leaf = min(call.leaves, key=lambda leaf: leaf.index)
+        calls = self.trace.setdefault(leaf, [])
+        is_data = self._is_data(call, _like(self.other.get(leaf, []), len(calls), call))
+        if is_data and not any(shape.numel() for shape in call.results):  # an expert without rows
+            return
+        rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())
+        x = next(rows, None) if is_data else None
+        owners = None if x is None else owners_of(x, self.n)
+        calls.append(call._replace(is_data=is_data, each=owners and owners.each))
+        for t in () if is_data else results:
+            if t.requires_grad and _leaf_of(t) is None:
+                t._gnsfast_made_of = leaf  # type: ignore[attr-defined]
+                mark_made(t)
+
+    def _is_data(self, call: Call, other: Call | None) -> bool:
+        """Whether the results of a call are no longer made of parameters and constants alone."""
+        casts = call.name in CASTS
+        if other is not None:
+            arguments, results = _places(call, other, self.n, self.m)
+            arguments = arguments[:1] if casts else arguments  # others tell a dtype alone
+            return any(place not in (None, SHARED) for place in (*arguments, *results))
+        if call.name in COPIES and not any(call.arguments):
+            return self.n in call.results[0]
+        if casts and call.arguments[0] is None:
+            return False
+        given = [shape for shape in call.arguments if shape]
+        return any(call.active) or any(self.n in s[:2] or s[0] % self.n == 0 for s in given)
+
+
+def _leaf_of(t: Any) -> Leaf | None:
+    """The parameter that a tensor is, or is made of; of several the first."""
+    if not isinstance(t, Tensor):
+        return None
+    made_of: Leaf | None = getattr(t, "_gnsfast_made_of", None)
+    if made_of is None and (expression := expression_of(t)) is not None:
+        return expression.leaves[0]
+    return made_of
