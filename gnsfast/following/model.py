@@ -36,22 +36,15 @@ class Followed:
     @classmethod
     def of(cls, model: nn.Module) -> "Followed":
         """What is known of ``model``. It begins anew where parameters were changed or frozen."""
-        known: Followed | None = vars(model).get(KNOWN)
-        if known is None or known.structure.model is not model or not known.structure.is_current():
-            known = cls(model)
-            vars(model)[KNOWN] = known
+        known = _known.get(model)
+        if known is None or not known.structure.is_current():
+            known = _known[model] = cls(model)
         return known
 
     @staticmethod
     def forget(model: nn.Module) -> None:
         """Begin anew, such as with other options."""
-        vars(model).pop(KNOWN, None)
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a model knows nothing, and nothing is pickled with it."""
-
-    def __reduce__(self) -> Any:
-        return nobody, ()
+        _known.pop(model, None)
 
     @property
     def mixing(self) -> list[tuple[str, nn.Module]]:
@@ -132,8 +125,8 @@ class Followed:
         self.is_open = False
 
 
-KNOWN = "_gnsfast_followed"
-"""The attribute of a model that holds what is known of it, and goes with it."""
+_known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()
+"""No value may hold a module of its model, or the model would never be freed."""
 
 
 class _Gathered:

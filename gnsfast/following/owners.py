@@ -10,22 +10,26 @@ from gnsfast.following.checkpoints import saves_nothing
 
 
 class Owners(NamedTuple):
-    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows."""
+    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows. Zero
+    stands for rows that the data have chosen in a way that is not followed.
+    """
 
     owner_N: Tensor
     each: int
 
 
 def owners_of(x: Tensor, B: int) -> Owners | None:
-    """The samples of rows [n, ...] that one index has chosen from those of a batch of B. None if no
-    index did, or several one behind the other. Whether all between the index and ``x`` keeps the
-    rows is for the proof to show.
+    """The samples of rows [n, ...] that one index has chosen from those of a batch of B; None if no
+    index did. A second index behind the first is not followed. Whether all between the index and
+    ``x`` keeps the rows is for the proof to show.
     """
     if saves_nothing() or not B or not x.ndim:
         return None
     index = _index_of(x.grad_fn, x.output_nr, x.shape[0], B)
-    if index is None or not index.rows or index.rows % B or index.is_behind_another(B):
+    if index is None:
         return None
+    if not index.rows or index.rows % B or index.is_behind_another(B):
+        return Owners(index.at_n, 0)
     each = index.rows // B
     return Owners(index.at_n // each, each)
 
@@ -61,6 +65,8 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
         if place in seen:
             continue
         seen.add(place)
+        if node is not None and node.name() == "MaskedSelectBackward0":
+            return _Index(torch.zeros(n, dtype=torch.int64), node, number, 0)
         size = torch.Size() if node is None else _size_of(node, number)
         keeps = any(_holds(size[: d + 1].numel(), n, start) for d in range(len(size)))
         if not keeps or _is_made(node) or node.name() in MOVES:
@@ -135,8 +141,8 @@ INSERTS = frozenset(
 
 def mark_made(t: Tensor) -> None:
     """Note in the graph of ``t`` that it is made of parameters and constants alone."""
-    if t.grad_node is not None:
-        t.grad_node.metadata[MADE] = True  # type: ignore[index]
+    if t.grad_fn is not None:
+        t.grad_fn.metadata[MADE] = True  # type: ignore[index]
 
 
 MADE = "gnsfast: made of parameters"

@@ -25,7 +25,7 @@ class Structure:
     """The trainable parameters of a model, each of which is a leaf.
 
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
-    them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
+    them. ``is_gathered``: FSDP2 gathers some.
     ``lengths`` say how much longer samples are than those of the table's batch. ``is_bare``: the
     model runs without being followed. ``given`` are the arguments of the batch that is learnt from.
     """
@@ -53,8 +53,9 @@ class Structure:
         self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
         kinds = nn.modules.batchnorm._BatchNorm
-        self.batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
-        self.units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        norms = ((n, m) for n, m in model.named_modules() if isinstance(m, kinds))
+        self._batch_norms = [(n, weakref.ref(m)) for n, m in norms]
+        self.is_gathered = any(hasattr(m, "_get_fsdp_state") for m in model.modules())
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
         self.given: tuple[Any, ...] = ()
@@ -64,6 +65,11 @@ class Structure:
         model = self._model()
         assert model is not None
         return model
+
+    @property
+    def batch_norms(self) -> list[tuple[str, Any]]:
+        """The batch norms of the model, by name."""
+        return [(n, m) for n, held in self._batch_norms if (m := held()) is not None]
 
     @property
     def covered(self) -> list[Leaf]:
@@ -78,10 +84,10 @@ class Structure:
             same = len(now) == len(self._held) and all(
                 a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
             )
-            if not (same or self.units):
+            if not (same or self.is_gathered):
                 return False
             self._version = _registrations[0]
-        if self.units:  # FSDP2 swaps parameters in and out
+        if self.is_gathered:  # FSDP2 swaps parameters in and out
             return True
         for (own, name, p), (trained, device) in zip(self._held, self._facts):
             if own.get(name) is not p or p.requires_grad is not trained or p.device != device:
@@ -98,7 +104,7 @@ class Structure:
 
     def sharded(self) -> Iterator[Any]:
         """FSDP2's records of its parameters."""
-        groups = parameter_groups(self.model) if self.units else ()
+        groups = parameter_groups(self.model) if self.is_gathered else ()
         return (p for _, group in groups for p in group.fsdp_params)
 
     def on_any(self, here: bool) -> bool:

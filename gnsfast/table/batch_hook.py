@@ -42,9 +42,13 @@ class BatchHook:
 
     @staticmethod
     def is_needed(followed: Followed, samples: int, documents: Documents | None) -> bool:
-        """Whether an open model has to see its batch. A single sample has nothing to tell apart."""
-        several = samples > 1 or bool(followed.structure.groups)
-        return documents is not None or (followed.table is None and several)
+        """Whether an open model has to see its batch: no table was learnt, or none in training mode.
+        A single sample has nothing to tell apart.
+        """
+        table, several = followed.table, samples > 1 or bool(followed.structure.groups)
+        trains = followed.structure.model.training
+        is_new = table is None or (trains and not table.is_trained)
+        return documents is not None or (is_new and several)
 
     def remove(self) -> None:
         """See no batch any more."""
@@ -62,7 +66,8 @@ class BatchHook:
             rows = rows_of(tensors_of(batch), documents.tokens, name)
             for leaf in followed.leaves:
                 leaf.rows = rows
-            if followed.table is not None and followed.table.has_documents:
+            table = followed.table
+            if table is not None and table.has_documents and (table.is_trained or not module.training):
                 return
         self.remove()
         samples = Samples.of(batch, rows, None, name)

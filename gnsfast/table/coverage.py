@@ -17,7 +17,8 @@ BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradien
 class CoverageRow:
     """One parameter.
 
-    ``route`` names the functions in which it meets the data. ``static`` says whether it has norms.
+    ``route`` names the functions in which it meets the data. That of a "frozen" parameter, and of
+    one that the batch gives no gradient ("none"), is no part of what is covered. ``static`` says whether it has norms.
     ``observed`` says whether backward reached it in the last pass, and is None before the first.
     ``reason`` says why there are no norms, or why they are not proven. ``measures`` names what can
     be measured beside the samples' norms.
@@ -51,7 +52,7 @@ class Coverage:
         return self._fraction([r for r in self.rows if measure in r.measures])
 
     def _fraction(self, rows: list[CoverageRow]) -> float:
-        total = sum(r.elements for r in self.rows if r.route != "frozen")
+        total = sum(r.elements for r in self.rows if r.route not in ("frozen", "none"))
         return sum(r.elements for r in rows) / total if total else 1.0
 
     def __str__(self) -> str:
@@ -106,7 +107,8 @@ def coverage(model: nn.Module) -> Coverage:
         leaf = leaves.get(name)
         why = "" if leaf is None else leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
         if leaf is None or why:
-            route = "frozen" if leaf is None else ""
+            is_reached = table is None or name not in table.unreached
+            route = "frozen" if leaf is None else "" if is_reached else "none"
             rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue
         observed = None if reached is None else leaf in reached

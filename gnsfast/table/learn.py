@@ -21,6 +21,12 @@ from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
 
+UNCLEAR = (
+    "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. If "
+    "they lie along the other, gnsfast.learn(model, batch, take=lambda batch, samples: batch[:, "
+    "samples]) says so"
+)
+
 FEW = 3
 """So many samples of a batch are looked at; two are too few to tell a sample from all others."""
 
@@ -120,12 +126,16 @@ def table_of(
         traces, late = _traced(trial)
         shown = Shown.of(traces, late)
         proof, rows = prove(trial, shown.rows, traces.result_places, shown.rtol, training=False)
-        places = traces.result_places
+        places, trains = traces.result_places, structure.model.training
+        if structure.on_any(bool(proof.reason) and trains):  # a model may be one to train alone
+            proof, rows = prove(trial, rows, places, shown.rtol, training=True)
         if late is not None:
             places = late.result_places
             of_late, rows = prove(trial, rows, places, shown.rtol, training=True)
             proof = proof.with_late(of_late, shown.late)
         meet = {} if proof.reason else meeting(trial, places)
+        if samples.are_unclear and (meet or proof.wrong):
+            proof = proof._replace(reason=UNCLEAR, wrong={})
         proof = proof._replace(wrong=shared(meet | proof.wrong, dict.__or__, structure.groups))
         if documents is not None:
             refuse_mixed_documents(trial, documents, places)
@@ -169,7 +179,7 @@ def _traced(trial: Trial) -> tuple[Traces, Traces | None]:
 
     def traced() -> Traces:
         def run(k: int) -> Any:
-            return trial.outputs(order if k == n else [*order, order[0]])
+            return trial.outputs([order[b % n] for b in range(k)])
 
         with keeping_graphs():
             return trace(run, n, n + 1, lambda agrees: not structure.on_any(not agrees))
@@ -230,6 +240,7 @@ def _assembled(
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
         shown.rtol > 1e-2,
+        followed.structure.model.training,
         has_documents,
     )
 

@@ -6,6 +6,7 @@ The loss weighs the outputs of each sample at random, so that no gradients cance
 from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -163,8 +164,8 @@ def prove(
         if structure.on_any(bool(turned)):
             followed.learn(rows | turned)
             again = judged(_measured(trial, places, measured.weighed), truth, rtol)
-            right = set() if again.reason else turned.keys() - again.wrong.keys()
-            rows = rows | {name: turned[name] for name in right}
+            right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
+            rows = rows | {name: turned[name] for name in right & turned.keys()}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
             followed.learn(rows)
@@ -224,7 +225,7 @@ def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str"
     values = [leaf.current for leaf in trial.leaves]
 
     def truth(b: int, alone: bool) -> dict[Leaf, float]:
-        order, at = ([trial.order[b]] * copies, 0) if alone else (trial.order, b)
+        order, at = ([trial.order[b]] * copies, 0) if alone else (trial.order[::-1], n - 1 - b)
         with structure.bare(), trial.results(order) as (results, images):
             parts = [w.part(results, at, len(order), b, n) for w in measured.weighed]
             grads = gradients(parts, [*values, *images], keep=True)
@@ -260,7 +261,8 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     # Rounding adds an error to the gradient, not to its square.
     eps_P1 = norm_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
     noise_PB = 32 * eps_P1 * real_PB.sum(0).sqrt() + LEAST
-    is_right_PB = (norm_PB.sqrt() - real_PB.sqrt()).abs() <= rtol * real_PB.sqrt() + noise_PB
+    error_PB, limit_PB = (norm_PB.sqrt() - real_PB.sqrt()).abs(), rtol * real_PB.sqrt()
+    is_right_PB = error_PB <= limit_PB + noise_PB
     wrong = dict(measured.lost)
     for p, leaf in enumerate(norms):
         if not bool(is_right_PB[p].all()):
@@ -273,7 +275,8 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
                     "same sample alone: samples meet in the model, or were not told apart"
                 )
             )
-    silent = (real_PB.sqrt() <= noise_PB).all(1).tolist()
+    is_shown_PB = (error_PB <= limit_PB) & (real_PB.sqrt() > LEAST)
+    silent = (~is_shown_PB & (real_PB.sqrt() <= noise_PB)).all(1).tolist()
     return Proof(
         "",
         wrong,
@@ -293,17 +296,18 @@ def interleaved(row: Row) -> Row:
 
 
 def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
-    """The parameters of which other samples have a norm in a loss of some samples alone, as the
-    model is (in training mode where it trains), with the reason.
+    """The parameters of which other samples of the whole batch have a norm in a loss of some samples
+    alone, as the model is (in training mode where it trains), with the reason.
     """
-    n = len(trial.order)
-    half = range(n // 2)
+    order = range(max(trial.samples.n, len(trial.order)))  # of the whole batch
+    n = len(order)
+    half = random.Random(n).sample(order, n // 2)
     trial.followed.passes.begin_trial(n)
-    with trial.results(trial.order) as (results, _):
+    with trial.results(order) as (results, _):
         weighed = _weights(results, places, n, half)
         parts = [(results[w.number], w.weights) for w in weighed]
         norms = "" if trial.followed.structure.on_any(not parts) else trial.norms(parts, n)
-    return _others(norms, trial.failed, range(n // 2, n))
+    return _others(norms, trial.failed, [b for b in order if b not in half])
 
 
 def _others(norms: Any, failed: dict[str, str], others: Sequence[int]) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Samples(NamedTuple):
         """
         tensors = tensors_of(batch)
         layouts = tuple(_layout_of(t, n) for t in tensors)
-        if take is None and not any(layouts):
+        if take is None and n and not any(layout and not layout.several for layout in layouts):
             shapes = ", ".join(str([*t.shape]) for t in tensors[:4]) or "none"
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
@@ -43,6 +43,14 @@ class Samples(NamedTuple):
                 "take=lambda batch, samples: ...)."
             )
         return cls(batch, n, take, layouts)
+
+    @property
+    def are_unclear(self) -> bool:
+        """Whether dimensions 0 and 1 of a tensor have as many entries, and nobody has said which of
+        them holds the samples.
+        """
+        shapes = (t.shape for t in tensors_of(self.batch))
+        return self.take is None and self.n > 1 and any(s[:2] == (self.n, self.n) for s in shapes)
 
     def some(self, samples: Sequence[int]) -> Any:
         """A batch of some samples, counted from 0 again where the batch has fewer. Its tensors are

@@ -24,6 +24,8 @@ class Table:
     norms were proven, ``left_out`` of each other one why it has none; a parameter that is
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers of
     elements, and the squared norms of the samples' gradients, added up over the few samples.
+    ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training mode,
+    ``has_documents``: and for packed documents.
     """
 
     model: str
@@ -35,6 +37,7 @@ class Table:
     elements: Mapping[str, int]
     sqnorms: Mapping[str, float] = field(default_factory=dict)
     is_half: bool = False
+    is_trained: bool = False
     has_documents: bool = False
 
     def __or__(self, other: "Table") -> "Table":
@@ -63,6 +66,7 @@ class Table:
             unreached=(self.unreached | other.unreached) & left_out.keys() - wrong.keys(),
             sqnorms={**other.sqnorms, **self.sqnorms},
             is_half=self.is_half or other.is_half,
+            is_trained=self.is_trained or other.is_trained,
             has_documents=self.has_documents and other.has_documents,
         )
 
@@ -87,7 +91,9 @@ class Table:
 
     @property
     def covered_fraction(self) -> float:
-        """The share of the trained elements whose parameters are measured."""
+        """The share of the elements that are measured, of parameters that the batch gives a
+        gradient.
+        """
         return self._share(self.elements)
 
     @property
@@ -96,7 +102,7 @@ class Table:
         return self._share(self.sqnorms)
 
     def _share(self, sizes: Mapping[str, float]) -> float:
-        total = sum(sizes.values())
+        total = sum(n for name, n in sizes.items() if name not in self.unreached)
         return sum(n for name, n in sizes.items() if name in self.proofs) / total if total else 1.0
 
     def save(self, path: str | Path) -> None:

@@ -44,7 +44,8 @@ class Call(NamedTuple):
     ``arguments`` and ``results`` are the shapes of its tensors, None for parameters and for other
     values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
     parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
-    ``each``: an index has chosen its rows from so many rows of each sample; None if no index did.
+    ``each``: an index has chosen its rows from so many rows of each sample, zero if from which is not
+    known; None if no index did.
     ``has_grad``: it was called in grad mode.
     """
 
@@ -154,7 +155,7 @@ def _places(
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
-    if call.each:
+    if call.each is not None:
 
         def chosen(places: list[Any]) -> list[Any]:
             return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
