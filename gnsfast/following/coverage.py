@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL
 from gnsfast.following.model import Followed
 
-MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
 
@@ -18,8 +16,7 @@ class CoverageRow:
 
     ``route`` names the functions in which it meets the data. ``static`` says whether it has norms.
     ``observed`` says whether backward reached it in the last pass, and is None before the first.
-    ``reason`` says why there are no norms, or why they are not proven. ``measures`` names what can
-    be measured beside the samples' norms.
+    ``reason`` says why there are no norms, or why they are not proven.
     """
 
     parameter: str
@@ -28,7 +25,6 @@ class CoverageRow:
     static: bool
     observed: bool | None
     reason: str
-    measures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,8 @@ class Coverage:
     @property
     def covered_fraction(self) -> float:
         """The share of the trainable elements whose parameters have per-sample norms."""
-        return self._fraction([r for r in self.rows if r.static])
-
-    def measured_fraction(self, measure: str) -> float:
-        """The share of the trainable elements that support ``measure``, one of ``measures``."""
-        return self._fraction([r for r in self.rows if measure in r.measures])
-
-    def _fraction(self, rows: list[CoverageRow]) -> float:
         total = sum(r.elements for r in self.rows if r.route != "frozen")
-        return sum(r.elements for r in rows) / total if total else 1.0
+        return sum(r.elements for r in self.rows if r.static) / total if total else 1.0
 
     def __str__(self) -> str:
         head = ("parameter", "elements", "route", "static", "observed", "reason")
@@ -77,7 +66,6 @@ class Coverage:
             cells[1] = row[1].rjust(widths[1])
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
-        lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
         proven = f"proven on the first batch, in {self.seconds:.2f} s"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)
         if self.proof_of_loss:
@@ -118,8 +106,7 @@ def coverage(model: nn.Module) -> Coverage:
             note = "not proven: the first batch gave it no gradient"
         elif followed.batches.is_learned and not leaf.is_learned:
             note = "not proven: it is used outside of the modules that the model calls"
-        measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
-        rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
+        rows.append(CoverageRow(name, p.numel(), route, True, observed, note))
     proof = followed.batches.proof
     return Coverage(tuple(rows), proof.reason, proof.seconds, proof.of_loss)
