@@ -310,7 +310,6 @@ def _tiles(kernel: str, wgrad: _Wgrad) -> None:
         dw_MN.data_ptr(),
         _address(db),
         wgrad.bias_of_right,
-        [],
         rows.data_ptr(),
         rows.stride(0),
         torch.get_num_threads(),
