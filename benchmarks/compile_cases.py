@@ -128,51 +128,40 @@ def sums_cases() -> Iterator[Case]:
     sizes += [(pieces, 4096) for pieces in (1, 4, 16, 64)] + [
         (pieces, 16384) for pieces in (1, 4, 16)
     ]
-    for (pieces, N), parameters, metric in product(sizes, (1, 2, 4), (False, True)):
-        if parameters == 4 and (metric or N > 768):
+    for (pieces, N), parameters in product(sizes, (1, 2, 4)):
+        if parameters == 4 and N > 768:
             continue  # attention
-        options = dict(sums.plan(8, (pieces,) * parameters, (N,) * parameters, 1 + metric).options)
+        options = dict(sums.plan(8, (pieces,) * parameters, (N,) * parameters).options)
         warps, most = options.pop("num_warps"), options.pop("maxnreg")
-        each = {"partials": "*fp32", "grads": "*bf16", "moments": "*fp32"}
-        each |= {"pieces": "i32", "widths": "i32"}
+        each = {"partials": "*fp32", "grads": "*bf16", "pieces": "i32", "widths": "i32"}
         pointers: dict[str, str | tuple[str, ...]] = {n: (t,) * parameters for n, t in each.items()}
         pointers |= dict.fromkeys(("rows_ptr", "scratch_ptr"), "*fp32")
-        pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
-        absent = {} if metric else dict.fromkeys(("moments", "constants_ptr"))
-        name = f"finish_sums {N} {parameters} of {pieces}{' metric' * metric}"
-        fn, constants = sums.finish_sums_kernel, options | absent
-        yield Case(name, fn, "bf16", constants, warps, pointers=pointers, maxnreg=most)
+        pointers["tickets_ptr"] = "*i32"
+        name, fn = f"finish_sums {N} {parameters} of {pieces}", sums.finish_sums_kernel
+        yield Case(name, fn, "bf16", options, warps, pointers=pointers, maxnreg=most)
 
 
 def embedding_cases() -> Iterator[Case]:
-    names = ("dw_ptr", "square_ptr", "pieces_ptr", "sum_ptr", "rows_ptr", "v_ptr")
-    pointers = dict.fromkeys(names, "*fp32")
-    pointers |= {"order_ptr": "*i64", "ids_ptr": "*i64", "starts_ptr": "*i32"}
-    pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
+    names = ("dw_ptr", "square_ptr", "pieces_ptr", "sum_ptr", "row_ptr")
+    pointers = dict.fromkeys(names, "*fp32") | {"order_ptr": "*i64", "ids_ptr": "*i64"}
+    pointers |= {"starts_ptr": "*i32", "tickets_ptr": "*i32"}
     options = embedding.config(4096)
     meta, most = {key: options[key] for key in ("BLOCK_R", "BLOCK_D")}, options.get("maxnreg")
-    for dtype, metric, key in product(("bf16", "fp32"), (False, True), ("i32", "i64")):
-        constants = meta | {"METRIC": metric, "PIECE": embedding.PIECE} | absent_metric(metric)
-        name = f"embedding_wgrad {key}{' metric' * metric}"
+    for dtype, key in product(("bf16", "fp32"), ("i32", "i64")):
+        constants = meta | {"PIECE": embedding.PIECE}
         kinds = pointers | {"key_ptr": f"*{key}"}
-        fn = embedding.embedding_wgrad_kernel
+        fn, name = embedding.embedding_wgrad_kernel, f"embedding_wgrad {key}"
         yield Case(name, fn, dtype, constants, 4, pointers=kinds, maxnreg=most)
     for documents, key in product((False, True), ("i32", "i64")):
         constants = {"BLOCK": embedding.KEYS} | ({} if documents else {"starts_ptr": None})
         name = f"embedding_keys {key}{' documents' * documents}"
         kinds = pointers | {"key_ptr": f"*{key}"}
         yield Case(name, embedding.embedding_keys_kernel, "bf16", constants, 4, pointers=kinds)
-    for squares, documents, metric in product((1, 64, 256, 4096), (False, True), (False, True)):
-        if documents and metric:
-            continue
+    for squares, documents in product((1, 64, 256, 4096), (False, True)):
         finish = dict(embedding.finish_config(squares))
         warps, most = finish.pop("num_warps"), finish.pop("maxnreg", None)
-        constants = finish | {"METRIC": metric} | ({} if documents else {"starts_ptr": None})
+        constants = finish | ({} if documents else {"starts_ptr": None})
         constants |= {"blocks": 1} if squares in (64, 256) else {}  # as of a narrow embedding
-        name = f"embedding_finish {squares}{' documents' * documents}{' metric' * metric}"
+        name = f"embedding_finish {squares}{' documents' * documents}"
         fn = embedding.embedding_finish_kernel
         yield Case(name, fn, "bf16", constants, warps, pointers=pointers, maxnreg=most)
-
-
-def absent_metric(metric: bool) -> dict[str, None]:
-    return {} if metric else dict.fromkeys(("v_ptr", "constants_ptr"))

@@ -19,7 +19,6 @@ from benchmarks import no_gpu
 from benchmarks.compile_cases import (
     DTYPES,
     Case,
-    absent_metric,
     attention_cases,
     embedding_cases,
     norm_cases,
@@ -32,7 +31,6 @@ from gnsfast.triton_kernels import (
     gram,
     linear_finish,
     linear_plan,
-    linear_squares,
     linear_wgrad,
     segments,
     sums,
@@ -69,16 +67,14 @@ def cases(device: Device) -> Iterator[Case]:
 
 
 def linear_cases(device: Device) -> Iterator[Case]:
-    for measured, kinds in configs.CANDIDATES.items():
-        for kind, found in kinds.items():
-            for config in configs.runnable(found):
-                yield from wgrad_cases(measured, kind, config, device.tma)
+    for kind, found in configs.CANDIDATES.items():
+        for config in configs.runnable(found):
+            yield from wgrad_cases(kind, config, device.tma)
     yield wgrad("fp16", configs.candidates(torch.float16, True)[0], tma=device.tma)
     for config in configs.runnable(configs.HALF)[-2:]:  # they share a multiprocessor
         yield wgrad("bf16", config, tma=device.tma, dw="fp64")
     yield from finish_cases()
     yield from segments_cases()
-    yield from squares_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t, aligned in product((16, 32, 64, gram.MAX_TOKENS), (True, False)):
             if block_t == gram.MAX_TOKENS and not aligned:
@@ -103,42 +99,35 @@ def linear_cases(device: Device) -> Iterator[Case]:
             )
 
 
-def wgrad_cases(measured: str, kind: str, config: configs.Config, has_tma: bool) -> Iterator[Case]:
+def wgrad_cases(kind: str, config: configs.Config, has_tma: bool) -> Iterator[Case]:
     """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW in the inputs' dtype or
     in float32 (under autocast), or added to; tiles whole, shared by programs, or both; by
     descriptors and by pointers; of float32 on the ordinary cores also with unaligned rows.
     """
-    flags = {"METRIC": measured == "metric"}
-    sharing = [dict(), dict(WHOLE=False, SHARED=True)]
-    if measured == "plain":
-        sharing.append(dict(SHARED=True))
+    sharing = [dict(), dict(WHOLE=False, SHARED=True), dict(SHARED=True)]
     dtype = "bf16" if kind.startswith("half") else "fp32"
     options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
     if kind == "float32":
         ways = [dict(aligned=True), dict(aligned=False)]
     elif "unaligned" in kind:  # a descriptor reads rows of 1000 bfloat16
         ways = [dict(tma=tma, aligned=False) for tma in ((False, True) if has_tma else (False,))]
-        if kind.startswith("half"):
-            of = torch.bfloat16, False, flags["METRIC"]
-            ways = [way for way in ways if config in configs.candidates(*of, way["tma"])]
     else:
         ways = [dict(tma=False), dict(tma=True)] if has_tma else [dict(tma=False)]
     for way, of_tiles in product(ways, sharing):
-        constants = way | of_tiles | options | flags
+        constants = way | of_tiles | options
         for dw in dict.fromkeys((dtype, "fp32")) if of_tiles.get("WHOLE", True) else ("fp32",):
             yield wgrad(dtype, config, dw=dw, **constants)
-        if measured == "plain" and of_tiles.get("WHOLE", True):
+        if of_tiles.get("WHOLE", True):
             yield wgrad(dtype, config, dw="fp32", ADD=True, **constants)
 
 
 def finish_cases() -> Iterator[Case]:
     """The kernel that finishes linear layers: each tile's pieces, or those of a plain product, and
-    a bias of several samples a step or of chunks of tokens; alone, together, and under a metric.
+    a bias of several samples a step or of chunks of tokens; alone and together.
     """
     shapes = {
         (config.block_o, config.block_i): config
-        for kinds in configs.CANDIDATES.values()
-        for candidates in kinds.values()
+        for candidates in configs.CANDIDATES.values()
         for config in candidates
     }
     balance = configs.balance(16, 9, 12)
@@ -150,33 +139,28 @@ def finish_cases() -> Iterator[Case]:
         ("bf16", "fp32"),
         (None, plain, *weights),
         ((False, 1), (True, 2), (True, 256), (True, 4096)),
-        (False, True),
         (False,),  # whether dW is rounded from a float32 product
     )
     short = ((True, 8), (True, 16))
-    for dtype, weight, (bias, tokens), metric, rounded in (
+    for dtype, weight, (bias, tokens), rounded in (
         *runs,
-        *product(("bf16", "fp32"), (plain, weights[0]), short, (False,), (False,)),
-        ("bf16", plain, (False, 1), False, True),
+        *product(("bf16", "fp32"), (plain, weights[0]), short, (False,)),
+        ("bf16", plain, (False, 1), True),
     ):
         if weight is None and not bias:
             continue
         of_bias = (768, 768 * tokens, 768) if bias else None
-        shape = dict(row_stride=6, processors=132)
-        plan = linear_plan.plan((4, tokens), weight, of_bias, metric=metric, **shape)
+        plan = linear_plan.plan((4, tokens), weight, of_bias, processors=132)
         values = plan.launch.values[len(linear_plan.FIXED) :]
         constants = dict(zip(linear_plan.CONSTANTS, values))
         absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
-        absent += [] if metric and weight else ["v_ptr", "constants_ptr"]
-        absent += [] if metric and bias else ["bias_v_ptr", "bias_constants_ptr"]
-        floats = ("work_ptr", "product_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
-        doubles = ("constants_ptr", "bias_constants_ptr")
+        floats = ("work_ptr", "product_ptr", "rows_ptr")
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
             height = constants["HEIGHT"]
             few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
             kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
-        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric + ["rounded"] * rounded
+        words = [f"bias {constants['CHUNKS']}"] * bias + ["rounded"] * rounded
         words += [f"of {tokens} tokens"] * ((bias, tokens) in short)
         absent += [] if rounded else ["product_ptr"]
         yield Case(
@@ -186,32 +170,7 @@ def finish_cases() -> Iterator[Case]:
             constants | dict.fromkeys(absent),
             linear_finish.WARPS,
             maxnreg=plan.launch.options.get("maxnreg"),
-            pointers=dict.fromkeys(floats, "*fp32")
-            | dict.fromkeys(doubles, "*fp64")
-            | {"tickets_ptr": "*i32"},
-        )
-
-
-def squares_cases() -> Iterator[Case]:
-    """The fixed tile of each way to multiply, by aligned rows and by others."""
-    runs = [("fp16", "ieee", True)]
-    runs += product(("bf16",), ("ieee",), (True, False))
-    runs += product(("fp32",), ("tf32", "ieee"), (True, False))
-    for dtype, precision, aligned in runs:
-        with tf32(precision == "tf32"):
-            config = configs.candidates(DTYPES[dtype], aligned)[0]
-        words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
-        yield Case(
-            " ".join(["linear_squares", str(config), *words]),
-            linear_squares.linear_squares_kernel,
-            dtype,
-            blocks(config) | dict(PRECISION=precision),
-            config.num_warps,
-            config.num_stages,
-            {"squares_ptr": "*fp32"},
-            tensor_cores=precision == "tf32" or dtype != "fp32",
-            aligned=aligned,
-            maxnreg=config.registers(),
+            pointers=dict.fromkeys(floats, "*fp32") | {"tickets_ptr": "*i32"},
         )
 
 
@@ -244,7 +203,7 @@ def segments_cases() -> Iterator[Case]:
         segments.SUMS["num_warps"],
         pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32", "tickets_ptr": "*i32"},
     )
-    options = sums.plan(8, (1,), (768,), 1).options
+    options = sums.plan(8, (1,), (768,)).options
     for weight, bias in ((True, False), (False, True), (True, True)):
         absent = [] if weight else ["partial_ptr"]
         absent += [] if bias else ["sums_ptr"]
@@ -285,11 +244,9 @@ def wgrad(
     **options: bool,
 ) -> Case:
     dw = dw or dtype
-    flags = dict(ADD=False, WHOLE=True, SHARED=False, METRIC=False) | options
+    flags = dict(ADD=False, WHOLE=True, SHARED=False) | options
     constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
-    absent = absent_metric(flags["METRIC"])
     pointers = {"work_ptr": "*fp32", "tickets_ptr": "*i32", "dw_ptr": f"*{dw}"}
-    pointers |= {"v_ptr": "*fp32", "constants_ptr": "*fp64"}
     if tma:
         pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"
         pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
@@ -297,7 +254,7 @@ def wgrad(
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
     mixed = flags["WHOLE"] and flags["SHARED"]
     roomy = flags["ADD"] or dw == "fp64" or (mixed and not tma)
-    words = ["add"] * flags["ADD"] + ["metric"] * flags["METRIC"] + ["TMA"] * tma
+    words = ["add"] * flags["ADD"] + ["TMA"] * tma
     words += [("shared", "mixed")[flags["WHOLE"]]] * flags["SHARED"]
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
     words += [f"to {dw}"] * (dw != dtype and not flags["ADD"])
@@ -305,7 +262,7 @@ def wgrad(
         " ".join(["linear_wgrad", str(config), *words]),
         linear_wgrad.linear_wgrad_kernel,
         dtype,
-        constants | absent,
+        constants,
         config.num_warps,
         config.num_stages,
         pointers,

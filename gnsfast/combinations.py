@@ -10,10 +10,7 @@ from collections.abc import Iterable
 from itertools import combinations
 
 DOCUMENTS = "documents of packed rows (cu_seqlens)"
-METRIC = "Adam's metric (metric='adam')"
-SIGN = "the sign noise scale (metric='sign')"
-SPECTRAL = "the spectral noise scale (metric='spectral')"
-MICRO_BATCHES = "noise from micro-batches (noise_from='micro_batches')"
+MICRO_BATCHES = "noise from micro-batches (metric='adam', 'sign', 'spectral')"
 GROUPS = "groups of samples (or clusters)"
 TIED = "a weight that it shares"
 REPEATED = "several uses in one pass"
@@ -24,39 +21,32 @@ COMPILED = "torch.compile"
 CUDA = "a GPU"
 
 FEATURES = (
-    *(REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, MICRO_BATCHES, GROUPS, TIED),
+    *(REPEATED, DOCUMENTS, MICRO_BATCHES, GROUPS, TIED),
     *(TENSOR_PARALLEL, PIPELINE, SHARDED, COMPILED, CUDA),
 )
 
 WHOLE = "a hook must see the whole gradient of one process, as under DistributedDataParallel"
-OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
-    **{frozenset((DOCUMENTS, each)): "" for each in (METRIC, TENSOR_PARALLEL, PIPELINE)},
-    **{frozenset((METRIC, each)): "" for each in (GROUPS, TENSOR_PARALLEL, PIPELINE)},
+    **{frozenset((DOCUMENTS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((GROUPS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
     **{frozenset((TENSOR_PARALLEL, each)): "" for each in (TIED, REPEATED)},
     frozenset((REPEATED, PIPELINE)): "",
     frozenset((REPEATED, COMPILED)): "a graph cannot know which use is the last",
-    **{frozenset((SIGN, each)): "" for each in (DOCUMENTS, GROUPS, TENSOR_PARALLEL, PIPELINE)},
-    **{frozenset((SPECTRAL, each)): "" for each in (DOCUMENTS, GROUPS, TENSOR_PARALLEL, PIPELINE)},
-    frozenset((SIGN, COMPILED)): OUTSIDE,
-    frozenset((SPECTRAL, COMPILED)): OUTSIDE,
     **{frozenset((MICRO_BATCHES, each)): WHOLE for each in (SHARDED, TENSOR_PARALLEL, PIPELINE)},
 }
 """Pairs that do not go together -> the reason, or an empty string."""
 
-_MEASURES = {DOCUMENTS, METRIC, GROUPS}
+_MEASURES = {DOCUMENTS, GROUPS}
 _EVERYWHERE = {COMPILED, CUDA}
 ALONE: dict[str, set[str]] = {
-    "linear": {*_MEASURES, SIGN, SPECTRAL, TIED, TENSOR_PARALLEL, *_EVERYWHERE},
-    "embedding": {*_MEASURES, SIGN, TIED, TENSOR_PARALLEL, *_EVERYWHERE},
-    "layer_norm": {*_MEASURES, SIGN, TENSOR_PARALLEL, *_EVERYWHERE},
-    "rms_norm": {*_MEASURES, SIGN, TENSOR_PARALLEL, *_EVERYWHERE},
+    "linear": {*_MEASURES, TIED, TENSOR_PARALLEL, *_EVERYWHERE},
+    "embedding": {*_MEASURES, TIED, TENSOR_PARALLEL, *_EVERYWHERE},
+    "layer_norm": {*_MEASURES, TENSOR_PARALLEL, *_EVERYWHERE},
+    "rms_norm": {*_MEASURES, TENSOR_PARALLEL, *_EVERYWHERE},
     "bilinear": {*_MEASURES, *_EVERYWHERE},
-    "channel_norm": {METRIC, GROUPS, *_EVERYWHERE},
+    "channel_norm": {GROUPS, *_EVERYWHERE},
     "linear_cross_entropy": {DOCUMENTS, TIED, *_EVERYWHERE},
-    "in_projection": {DOCUMENTS, *_EVERYWHERE},
     "experts": {DOCUMENTS, *_EVERYWHERE},
 }
 """What kernels measure by themselves. Those that are not here measure nothing beside norms."""

@@ -3,13 +3,11 @@
 its implementations read them here.
 
 Legend: B samples, T tokens of a sample, N rows of all samples, I in_features, O out_features, D
-model width, V vocabulary, F normalised features, P parameters of a module, H heads, M measures. A
-gradient that nobody wants comes back empty.
+model width, V vocabulary, F normalised features, P parameters of a module, H heads. A gradient that
+nobody wants comes back empty.
 
-The probe rows are float32 [M P, B + 2]. Each of the P wanted parameters has one row: the squared
+The probe rows are float32 [P, B + 2]. Each of the P wanted parameters has one row: the squared
 norms of the B samples' gradients, the squared norm of their sum, and 1.0, which counts the calls.
-``moments`` and ``constants_P2`` hold v and (s, eps) of each wanted parameter. With them M is 2: the
-same rows follow under the metric. Without them M is 1.
 """
 
 from typing import NamedTuple, get_type_hints
@@ -19,13 +17,9 @@ from torch import Tensor
 
 from gnsfast.tensors import accumulate_dtype
 
-Metric = tuple[Tensor, Tensor]
-"""Adam's v of a parameter, shaped like it, and a [2] of s and eps: P = 1 / (√v s + eps)."""
-
 KINDS = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
-    list[Tensor]: "Tensor[]",
     int: "SymInt",
     list[int]: "int[]",
     bool: "bool",
@@ -33,17 +27,6 @@ KINDS = {
     float: "float",
     torch.dtype: "ScalarType",
 }
-
-
-def metric_of(moments: list[Tensor], constants_P2: Tensor | None, row: int) -> Metric | None:
-    """The metric of the ``row``-th wanted parameter; None where no metric is measured."""
-    return None if constants_P2 is None else (moments[row], constants_P2[row])
-
-
-def refuse_with_segments(name: str, **fields: object) -> None:
-    """Raise NotImplementedError for fields that an implementation does not take with ``starts``."""
-    if given := [field for field, value in fields.items() if value is not None]:
-        raise NotImplementedError(f"{name} takes no {given[0]} where samples are segments (starts)")
 
 
 def schema(name: str) -> str:
@@ -77,8 +60,6 @@ class LinearWgrad(NamedTuple):
     starts: Tensor | None = None
     experts: int = 0
     ids_BS: Tensor | None = None
-    moments: list[Tensor] = []
-    constants_P2: Tensor | None = None
 
     @property
     def samples(self) -> int:
@@ -94,60 +75,10 @@ class LinearWgrad(NamedTuple):
             dtype=self.dtype,
         )
         db = x.new_empty((*lead, O) if self.bias else (0,), dtype=self.dtype)
-        measures = 1 + (self.constants_P2 is not None)
-        rows = empty_rows(x, measures * (self.weight + self.bias), self.samples)
+        rows = empty_rows(x, self.weight + self.bias, self.samples)
         ids = self.ids_BS if self.weight else None
         shape = (0,) if ids is None else (*ids.shape, I)
         return dw, db, rows, x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
-
-
-class LinearSquares(NamedTuple):
-    """Σ_b (dy_bᵀ x_b)² [O, I] of a linear layer, in the accumulation dtype: each coordinate of each
-    sample's gradient is squared, then summed. With ``transposed`` it is [I, O], as the weight is.
-    """
-
-    x_BTI: Tensor
-    dy_BTO: Tensor
-    transposed: bool
-
-    def results(self) -> Tensor:
-        x, O, I = self.x_BTI, self.dy_BTO.shape[2], self.x_BTI.shape[2]
-        shape = (I, O) if self.transposed else (O, I)
-        return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
-
-
-class LinearGrams(NamedTuple):
-    """With g_b = dy_bᵀ x_b, Σ_b g_b g_bᵀ [O, O] for ``side`` 0 and Σ_b g_bᵀ g_b [I, I] for
-    ``side`` 1, symmetric to the bit and in the accumulation dtype.
-    """
-
-    x_BTI: Tensor
-    dy_BTO: Tensor
-    side: int
-
-    def results(self) -> Tensor:
-        N = (self.x_BTI if self.side else self.dy_BTO).shape[2]
-        return self.x_BTI.new_empty((N, N), dtype=accumulate_dtype(self.x_BTI.dtype))
-
-
-class InProjectionWgrad(NamedTuple):
-    """dW [ΣO, I], db [ΣO] and the probe rows of linear layers that share one parameter, their
-    weights stacked (query, key, value). The rows of the weights come first, then those of the
-    biases.
-    """
-
-    x_BTI: list[Tensor]
-    dy_BTO: list[Tensor]
-    weight: bool
-    bias: bool
-    dtype: torch.dtype
-
-    def results(self) -> tuple[Tensor, ...]:
-        x, O = self.x_BTI[0], sum(dy.shape[2] for dy in self.dy_BTO)
-        dw = x.new_empty((O, x.shape[2]) if self.weight else (0,), dtype=self.dtype)
-        db = x.new_empty(O if self.bias else 0, dtype=self.dtype)
-        rows = (self.weight + self.bias) * len(self.dy_BTO)
-        return dw, db, empty_rows(x, rows, x.shape[0])
 
 
 class EmbeddingWgrad(NamedTuple):
@@ -164,17 +95,15 @@ class EmbeddingWgrad(NamedTuple):
     padding_idx: int
     dtype: torch.dtype
     starts: Tensor | None = None
-    moments: list[Tensor] = []
-    constants_P2: Tensor | None = None
 
     @property
     def samples(self) -> int:
         return self.dy_BTD.shape[0] if self.starts is None else self.starts.shape[0] - 1
 
     def results(self) -> tuple[Tensor, ...]:
-        dy, measures = self.dy_BTD, 1 + (self.constants_P2 is not None)
+        dy = self.dy_BTD
         dw = dy.new_empty((self.num_embeddings, dy.shape[-1]), dtype=self.dtype)
-        return dw, empty_rows(dy, measures, self.samples)
+        return dw, empty_rows(dy, 1, self.samples)
 
 
 class NormBackward(NamedTuple):
@@ -193,8 +122,6 @@ class NormBackward(NamedTuple):
     eps: float = 0.0
     offset: float = 0.0
     starts: Tensor | None = None
-    moments: list[Tensor] = []
-    constants_P2: Tensor | None = None
 
     @property
     def samples(self) -> int:
@@ -204,8 +131,7 @@ class NormBackward(NamedTuple):
         x, wanted = self.x_BTF, ((self.w_F, self.weight), (self.b_F, self.bias))
         none = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
         grads = (torch.empty_like(p if want and p is not None else none) for p, want in wanted)
-        measures = 1 + (self.constants_P2 is not None)
-        rows = empty_rows(x, measures * (self.weight + self.bias), self.samples)
+        rows = empty_rows(x, self.weight + self.bias, self.samples)
         return x.new_empty(x.shape), *grads, rows
 
 
@@ -352,9 +278,6 @@ class AttentionBackward(NamedTuple):
 
 OPERATORS = {
     "linear_wgrad": LinearWgrad,
-    "linear_squares": LinearSquares,
-    "linear_grams": LinearGrams,
-    "in_projection_wgrad": InProjectionWgrad,
     "embedding_wgrad": EmbeddingWgrad,
     "norm_backward": NormBackward,
     "conv_wgrad": ConvWgrad,
@@ -364,9 +287,6 @@ OPERATORS = {
 
 RESULTS = {
     "linear_wgrad": ("sum", "sum", "rows", "samples"),
-    "linear_squares": ("sum",),
-    "linear_grams": ("sum",),
-    "in_projection_wgrad": ("sum", "sum", "rows"),
     "embedding_wgrad": ("sum", "rows"),
     "norm_backward": ("samples", "sum", "sum", "rows"),
     "conv_wgrad": ("sum", "sum", "rows"),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's metric made anew from an optimizer's state, and single samples' norms under it."""
+"""Adam's metric made anew from an optimizer's state, and the norms of micro-batches under it."""
 
 import math
 from typing import Any
 
 import torch
-from oracle import sample_of, widened
+from oracle import widened
 from torch import Tensor, nn
 
 EPS = 1e-3
@@ -34,22 +34,24 @@ def metric_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     return found
 
 
-def loop_norms(
-    model: nn.Module, loss: Any, batch: Any, B: int, metric: dict[str, Tensor], batch_dim: int = 0
-) -> dict[str, Tensor]:
-    """Parameter name -> [B + 1]: Σ P g² of every sample and of their sum, one by one in float64."""
-    wide, batch = widened(model, batch)
+def unit_norms(
+    model: nn.Module, loss: Any, batches: list[Any], metric: dict[str, Tensor]
+) -> Tensor:
+    """[K + 1]: Σ P g² of the gradient of each of K micro-batches and of their mean, in float64."""
+    wide, batches = widened(model, batches)
     named = dict(wide.named_parameters())
     grads: dict[str, list[Tensor]] = {name: [] for name in metric}
-    for b in range(B):
-        value = loss(wide, sample_of(batch, b, batch_dim))
-        found = torch.autograd.grad(value, [named[n] for n in metric], allow_unused=True)
+    for batch in batches:
+        found = torch.autograd.grad(
+            loss(wide, batch), [named[n] for n in metric], allow_unused=True
+        )
         for name, g in zip(metric, found):
             grads[name].append(torch.zeros_like(named[name]) if g is None else g)
-    return {
-        name: torch.stack([(metric[name] * g.square()).sum() for g in [*gs, sum(gs)]])
+    each = [
+        torch.stack([(metric[name] * g.square()).sum() for g in [*gs, sum(gs) / len(gs)]])
         for name, gs in grads.items()
-    }
+    ]
+    return torch.stack(each).sum(0)
 
 
 class Tied(nn.Module):

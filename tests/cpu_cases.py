@@ -67,22 +67,3 @@ def assert_segments(
     for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
         assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
     return a, dw
-
-
-def with_metric(a: LinearWgrad, v_dtype: torch.dtype = torch.float32) -> LinearWgrad:
-    I, O = a.x_BTI.shape[2], a.dy_BTO.shape[2]
-    moments = [torch.rand((I, O) if a.transposed else (O, I)), torch.rand(O)]
-    constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
-    return a._replace(moments=[v.to(v_dtype) for v in moments], constants_P2=constants_P2)
-
-
-def assert_metric_rows(a: LinearWgrad) -> Tensor:
-    """The rows of dW and db, and those under the metric of ``a``: Σ P g², P = 1 / (√v s + eps)."""
-    assert a.constants_P2 is not None
-    dw, db, rows = assert_agrees(a)
-    for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
-        s, eps = a.constants_P2[k].tolist()
-        p = 1 / (a.moments[k].double().sqrt() * s + eps)
-        want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
-        torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)
-    return rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise scales in dual norms made anew from single samples' gradients, in float64."""
+"""Noise scales in dual norms made anew from the gradients of micro-batches, in float64."""
 
 import math
 from collections.abc import Callable
@@ -94,15 +94,8 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Any]]] = {
 }
 
 
-def first_half(n: int, parts: int) -> Tensor:
-    """bool [n]: the samples of the first half, of an update of ``parts`` equal micro-batches."""
-    return torch.cat([(torch.arange(n // parts) + k) % 2 == 0 for k in range(parts)])
-
-
-def expected(
-    metric: str, updates: list[dict[str, Tensor]], window: int, parts: int = 1
-) -> dict[str, Numbers]:
-    """The numbers of each parameter, from every sample's gradients in each update."""
+def expected(metric: str, updates: list[dict[str, Tensor]], window: int) -> dict[str, Numbers]:
+    """The numbers of each parameter, from every micro-batch's gradients in each update."""
     square, numbers = KINDS[metric]
     found: dict[str, Numbers] = {}
     for name in updates[0]:
@@ -110,7 +103,7 @@ def expected(
         total, rows = 0.0, []
         for grads in updates:
             g_B = grads[name]
-            n, half = len(g_B), first_half(len(g_B), parts)
+            n, half = len(g_B), torch.arange(len(g_B)) % 2 == 0
             whole, first, second = g_B.mean(0), g_B[half].mean(0), g_B[~half].mean(0)
             new = square(g_B - whole).sum(0) / (n - 1)
             total = total * (1 - 1 / window) + n

@@ -4,9 +4,6 @@
 import torch
 from torch import Tensor
 
-S, EPS = 1.5, 1e-3
-"""Of the metric 1 / (√v S + EPS)."""
-
 
 def draw(B: int, T: int, I: int, O: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """Samples of very different size: an error in a small one must not hide behind a large one."""
@@ -36,15 +33,10 @@ def assert_gradient(grad: Tensor, g: Tensor) -> None:
     torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-5 * scale)
 
 
-def assert_rows(rows: Tensor, g_PB: list[Tensor], v_P: list[Tensor] | None = None) -> None:
-    """Each parameter's probe row against its samples' float64 gradients [B, ...]; with second
-    moments, those under the metric that is made anew of them too.
-    """
-    weights = [torch.ones(()) for _ in g_PB]
-    weights += [1 / (v.double().sqrt() * S + EPS) for v in v_P or []]
-    assert rows.dtype == torch.float32 and len(rows) == len(weights)
-    for row, g, p in zip(rows, g_PB * 2, weights):
-        g = torch.cat([g, g.sum(0, keepdim=True)])
-        want = (p.to(g) * g.square()).flatten(1).sum(1)
+def assert_rows(rows: Tensor, g_PB: list[Tensor]) -> None:
+    """Each parameter's probe row against its samples' float64 gradients [B, ...]."""
+    assert rows.dtype == torch.float32 and len(rows) == len(g_PB)
+    for row, g in zip(rows, g_PB):
+        want = torch.cat([g, g.sum(0, keepdim=True)]).square().flatten(1).sum(1)
         torch.testing.assert_close(row[:-1].double(), want, rtol=1e-5, atol=1e-12)
         assert row[-1] == 1.0

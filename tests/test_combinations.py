@@ -5,7 +5,6 @@ function, against a float64 loop over single samples.
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +22,18 @@ from gnsfast import combinations as table
 from gnsfast.combinations import (
     DOCUMENTS,
     GROUPS,
-    METRIC,
-    SIGN,
-    SPECTRAL,
     TENSOR_PARALLEL,
     TIED,
     reason,
 )
 from gnsfast.following import Facts
-from gnsfast.functional import Grams, Groups, Squares, document_slots
+from gnsfast.functional import Groups, document_slots
 from gnsfast.probing import ProbeSlab
 
 B = 3
 REPEATED = table.REPEATED
 STARTS = torch.tensor([0, 3, 8, 12])  # three documents in the three rows of four tokens
 MEMBERS = (torch.tensor([2, 0]), torch.tensor([1]))
-S, EPS = 1.5, 0.1
 
 
 class Tied(nn.Module):
@@ -136,7 +131,7 @@ TIED_MODELS = {
     "embedding": (Tied, ids),
     "linear_cross_entropy": (lambda: Tied(cross_entropy=True), ids),
 }
-MEASURED = (REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED)
+MEASURED = (REPEATED, DOCUMENTS, GROUPS, TIED)
 ASKED = [(), *((f,) for f in MEASURED), *combinations(MEASURED, 2)]
 TOGETHER = [features for features in ASKED if not reason(features)]
 
@@ -147,12 +142,6 @@ class Case(NamedTuple):
     model: nn.Module
     x: Tensor
     r: Tensor
-    sums: dict[tuple[str, str], Tensor]
-
-
-def sums_of(p: Tensor, feature: str) -> Tensor:
-    """Zeros for the second moments of a parameter."""
-    return torch.zeros(p.shape if feature == SIGN else (min(p.shape),) * 2)
 
 
 def draw(route: str, features: tuple[str, ...]) -> Case:
@@ -164,12 +153,7 @@ def draw(route: str, features: tuple[str, ...]) -> Case:
         model = twice(model)
     with torch.no_grad():
         r = torch.randn_like(model(x))
-    return Case(model, x, r, {})
-
-
-def moments_of(model: nn.Module) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {n: torch.rand(p.shape, generator=generator) for n, p in model.named_parameters()}
+    return Case(model, x, r)
 
 
 def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
@@ -195,22 +179,10 @@ def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
     if DOCUMENTS not in features:  # else a block of documents shows it
         with gnsfast.per_sample_sqnorms(model, B):
             (model(case.x) * case.r).sum().backward()
-    v = moments_of(model)
-    constants = torch.tensor([[S, EPS]], dtype=torch.float64)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    moments = {n: (v[n], constants) for n in trained} if METRIC in features else {}
-    second: dict[str, tuple[Any, ...]] = {n: () for n in trained}
-    for n, p in trained.items():
-        for feature, kind in ((SIGN, Squares), (SPECTRAL, Grams)):
-            if feature in features and (feature == SIGN or p.ndim == 2):
-                own = case.sums[feature, n] = sums_of(p, feature)
-                second[n] += (kind(partial(list, [own])),)
-    if not {SIGN, SPECTRAL} & {*features}:
-        second = {}
     slab = ProbeSlab(model)
     documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
     groups = Groups.of(*MEMBERS) if GROUPS in features else None
-    facts = {n: Facts(groups, *moments.get(n, (None, None)), second.get(n, ())) for n in trained}
+    facts = {n: Facts(groups) for n, p in model.named_parameters() if p.requires_grad}
     slab.open(B, documents, facts)
     try:
         (model(case.x) * case.r).sum().backward()
@@ -221,7 +193,6 @@ def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def assert_right(rows: dict[str, Tensor], case: Case, features: tuple[str, ...]) -> None:
-    v = moments_of(case.model)
     for name, g in single_grads(case, DOCUMENTS in features).items():
         own = rows[name].double()
         want = torch.cat([g, g.sum(0)[None]]).flatten(1).square().sum(1)
@@ -229,17 +200,6 @@ def assert_right(rows: dict[str, Tensor], case: Case, features: tuple[str, ...])
         if GROUPS in features:
             want = torch.stack([g[m].sum(0).square().sum() for m in MEMBERS])
             torch.testing.assert_close(own[0, B + 2 :], want, rtol=1e-4, atol=1e-8)
-        if SIGN in features:
-            found = case.sums[SIGN, name].double()
-            torch.testing.assert_close(found, g.square().sum(0), rtol=1e-4, atol=1e-7)
-        if SPECTRAL in features and g.ndim == 3:
-            flat = g if g.shape[1] <= g.shape[2] else g.mT
-            found = case.sums[SPECTRAL, name].double()
-            torch.testing.assert_close(found, (flat @ flat.mT).sum(0), rtol=1e-4, atol=1e-6)
-        if METRIC in features:
-            P = 1 / (v[name].double().sqrt() * S + EPS)
-            want = (torch.cat([g, g.sum(0)[None]]).square() * P).flatten(1).sum(1)
-            torch.testing.assert_close(own[1, : B + 1], want, rtol=1e-4, atol=1e-8)
 
 
 def named(features: tuple[str, ...]) -> str:
@@ -272,13 +232,11 @@ def test_the_guide_shows_the_table() -> None:
 
     def cell(row: str, column: str) -> str:
         why = table.APART.get(frozenset((row, column)))
-        return "eager" if why == table.OUTSIDE else "yes" if why is None else "-"
+        return "yes" if why is None else "-"
 
-    columns = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
-    names = ["documents", "Adam's metric", "sign", "spectral", "groups", "shared weight"]
-    names += ["several uses", "sign and spectral from micro-batches"]
-    rows = (*columns[:7], table.MICRO_BATCHES)
-    columns = (*columns, table.PIPELINE, table.SHARDED, table.COMPILED)
+    rows = (DOCUMENTS, GROUPS, TIED, REPEATED, table.MICRO_BATCHES)
+    names = ["documents", "groups", "shared weight", "several uses", "Adam's, sign, spectral"]
+    columns = (*rows[:4], TENSOR_PARALLEL, table.PIPELINE, table.SHARDED, table.COMPILED)
     for name, row in zip(names, rows, strict=True):
         cells = ("" if row == column else cell(row, column) for column in columns)
         line = f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |")

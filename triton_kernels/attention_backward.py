@@ -293,7 +293,7 @@ def attention_backward(
     plan, tickets, count = None, None, 0
     if found:
         sizes = (tuple(t.shape[dim] for t in found) for dim in (1, 2))
-        plan = sums.plan(a.samples, *sizes, 1)
+        plan = sums.plan(a.samples, *sizes)
         count = plan.tickets
         tickets = q_BHTD.new_empty(count, dtype=torch.int32)
     common = dict(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from gnsfast.triton_kernels.tiles import INTERPRETED, blackwell, most_registers, tf32_allowed
+from gnsfast.triton_kernels.tiles import INTERPRETED, most_registers, tf32_allowed
 
 GROUP_O = 8
 """Rows of tiles that run together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
@@ -51,10 +51,9 @@ class Config:
 
 
 # Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
-# Under a metric √P is a third tile in registers. With these options no tile here spills a register
-# on sm_80 to sm_100, gfx90a and gfx942, by Triton 3.7; tests/triton_kernels/test_triton_compile.py
-# compiles them all and prints the tables. By pointers the first tile spills 16 to 24 bytes on
-# sm_120.
+# With these options no tile here spills a register on sm_80 to sm_100, gfx90a and gfx942, by Triton
+# 3.7; tests/triton_kernels/test_triton_compile.py compiles them all and prints the tables. By
+# pointers the first tile spills 16 to 24 bytes on sm_120.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -62,34 +61,18 @@ HALF = (
     Config(64, 128, 64, 8, 3, 2),
     Config(64, 64, 64, 4, 2, 2),
 )
-NARROWER = (Config(64, 128, 64, 8, 3), Config(128, 64, 32, 8, 3))
 TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
 NARROW = (Config(128, 64, 32, 8, 2),)
-WIDE = (Config(64, 128, 32, 8, 2),)
 SMALL = (Config(64, 64, 32, 8, 2, 2),)
 
-ON_BLACKWELL = "half, unaligned, by TMA on Blackwell"
-"""There ``NARROW`` spills 48 bytes under a metric; ``WIDE`` spills as much elsewhere."""
-
 CANDIDATES = {
-    "plain": {
-        "half": HALF,
-        "half, unaligned": NARROW,  # loads of single elements take many registers
-        "tf32": TF32,
-        "tf32, unaligned": TF32[:1],
-        "float32": NARROW,
-    },
-    "metric": {
-        "half": NARROWER,
-        "half, unaligned": NARROW,
-        ON_BLACKWELL: WIDE,
-        "tf32": (*NARROW, *WIDE),
-        "tf32, unaligned": NARROW,
-        "float32": NARROW,
-    },
+    "half": HALF,
+    "half, unaligned": NARROW,  # loads of single elements take many registers
+    "tf32": TF32,
+    "tf32, unaligned": TF32[:1],
+    "float32": NARROW,
 }
-"""What is measured beside dW -> how blocks are multiplied -> the tiles that tuning chooses from.
-The first is the fixed one."""
+"""How blocks are multiplied -> the tiles that tuning chooses from. The first is the fixed one."""
 
 
 AMD_STAGES = 2
@@ -97,17 +80,12 @@ AMD_STAGES = 2
 A block has 64 KiB on gfx90a and gfx942."""
 
 
-def candidates(
-    dtype: torch.dtype, aligned: bool, metric: bool = False, tma: bool = False
-) -> tuple[Config, ...]:
+def candidates(dtype: torch.dtype, aligned: bool) -> tuple[Config, ...]:
     """The row of ``CANDIDATES`` for inputs of this dtype, as the device can run it."""
-    measured = "metric" if metric else "plain"
     if dtype == torch.float32 and not tf32_allowed():
-        return runnable(CANDIDATES[measured]["float32"])
+        return runnable(CANDIDATES["float32"])
     multiplied = "tf32" if dtype == torch.float32 else "half"
-    if multiplied == "half" and metric and tma and not aligned and blackwell():
-        return CANDIDATES[measured][ON_BLACKWELL]
-    return runnable(CANDIDATES[measured][multiplied + ("" if aligned else ", unaligned")])
+    return runnable(CANDIDATES[multiplied + ("" if aligned else ", unaligned")])
 
 
 def runnable(tiles: tuple[Config, ...]) -> tuple[Config, ...]:
@@ -160,16 +138,14 @@ class Balance(NamedTuple):
         return self.waves * self.programs
 
 
-def balance(tiles: int, B: int, programs: int, blocks: int = 16, mixed: bool = True) -> Balance:
+def balance(tiles: int, B: int, programs: int, blocks: int = 16) -> Balance:
     """The plan for ``tiles`` of ``B`` samples of ``blocks`` steps each, on a device that holds so
-    many programs. Tiles stay whole where their parts would cost more than they save, and unless
-    ``mixed`` also where programs would have whole tiles and parts: under a metric the code of both
-    spills up to 56 bytes (sm_90 and sm_100, without TMA).
+    many programs. Tiles stay whole where their parts would cost more than they save.
     """
     waves, remaining = divmod(tiles, programs)
     at_once = programs if waves else remaining
     whole = Balance(at_once, waves, remaining, B, (waves + (remaining > 0)) * B, 0)
-    if not remaining or (waves and not mixed):
+    if not remaining:
         return whole
     own = triton.cdiv(remaining * B, programs)
     rest = B - own

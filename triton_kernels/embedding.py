@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight gradient of an embedding with every sample's squared norm.
 
-Legend: B samples, T tokens of a sample, D model width, V vocabulary, M measures; N tokens of all
-samples.
+Legend: B samples, T tokens of a sample, D model width, V vocabulary; N tokens of all samples.
 
 Tokens are sorted by (id, sample). The rows of one id are a run, and in it the rows of one sample
 are a segment. A sample's squared norm is the sum of ‖Σ dy‖² over its segments; a row of dW is the
@@ -19,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.signatures import EmbeddingWgrad, metric_of
+from gnsfast.signatures import EmbeddingWgrad
 from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
 from gnsfast.triton_kernels.launch import known
-from gnsfast.triton_kernels.tiles import most_registers, root_metric
+from gnsfast.triton_kernels.tiles import most_registers
 
 SQUARES = 4096
 """Squares of a long sample that a program of the last kernel loads at a time. Of several short
@@ -166,16 +165,13 @@ def embedding_wgrad_kernel(
     order_ptr,  # [N] int64: the token at each sorted position
     key_ptr,  # [N], sorted: id * B + sample
     dw_ptr,  # [V, D] zeros
-    square_ptr,  # [M, 2, N, D blocks] float32: of segments by token, of runs by sorted position
+    square_ptr,  # [2, N, D blocks] float32: of segments by token, of runs by sorted position
     pieces_ptr,  # [2, 2 multiples of PIECE, D] float32: of segments, of runs
     tickets_ptr,  # [2, D blocks, multiples] zeros
-    v_ptr,  # [V, D] second moments, where METRIC
-    constants_ptr,  # [2] float64, where METRIC
     N,
     D,
     B,
     padding_idx,
-    METRIC: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -191,8 +187,7 @@ def embedding_wgrad_kernel(
     for of_run in tl.static_range(2):
         squares = square_ptr + of_run * size + block
         own = n.to(tl.int64) if of_run else tl.load(order_ptr + n)
-        for m in tl.static_range(1 + METRIC):
-            tl.store(squares + 2 * m * size + own * blocks, 0.0)
+        tl.store(squares + own * blocks, 0.0)
         low = row * B if of_run else key
         first = before < low
         if (row != padding_idx) & (first | (n % PIECE == 0)):
@@ -207,10 +202,6 @@ def embedding_wgrad_kernel(
                 if of_run:
                     at_row = dw_ptr + row * D + offs_d
                     tl.store(at_row, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
-                if METRIC:
-                    v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
-                    total *= root_metric(v, constants_ptr)
-                    tl.store(squares + 2 * size + at * blocks, tl.sum(total * total))
 
 
 PROBES: tl.constexpr = tl.constexpr(256)
@@ -219,16 +210,15 @@ PROBES: tl.constexpr = tl.constexpr(256)
 
 @triton.jit(do_not_specialize=["N", "T", "B"])
 def embedding_finish_kernel(
-    square_ptr,  # [M, 2, N, blocks] float32
+    square_ptr,  # [2, N, blocks] float32
     starts_ptr,  # [B + 1], where samples are not all T tokens
-    sum_ptr,  # [M, programs] float32
+    sum_ptr,  # [programs] float32
     tickets_ptr,
-    rows_ptr,  # [M, B + 2]
+    row_ptr,  # [B + 2]
     N,
     T,
     B,
     blocks,
-    METRIC: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -247,24 +237,20 @@ def embedding_finish_kernel(
     start, end = start * blocks, end * blocks
     longest = tl.max(end - start)
     size = N.to(tl.int64) * blocks
-    for m in range(1 + METRIC):
-        segments = tl.zeros((BLOCK_B,), tl.float64)
-        runs = tl.zeros((BLOCK_B,), tl.float64)
-        for first in range(0, longest, BLOCK_T):
-            offs = start[:, None] + first + tl.arange(0, BLOCK_T)[None, :]
-            at, mask = square_ptr + 2 * m * size + offs, offs < end[:, None]
-            segments += tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float64), 1)
-            runs += tl.sum(tl.load(at + size, mask=mask, other=0.0).to(tl.float64), 1)
-        row = rows_ptr + m * (B + 2).to(tl.int64)
-        tl.store(row + offs_b, segments.to(tl.float32), mask=mask_b)
-        tl.store(sum_ptr + m * programs + program, tl.sum(runs).to(tl.float32))
+    segments = tl.zeros((BLOCK_B,), tl.float64)
+    runs = tl.zeros((BLOCK_B,), tl.float64)
+    for first in range(0, longest, BLOCK_T):
+        offs = start[:, None] + first + tl.arange(0, BLOCK_T)[None, :]
+        at, mask = square_ptr + offs, offs < end[:, None]
+        segments += tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float64), 1)
+        runs += tl.sum(tl.load(at + size, mask=mask, other=0.0).to(tl.float64), 1)
+    tl.store(row_ptr + offs_b, segments.to(tl.float32), mask=mask_b)
+    tl.store(sum_ptr + program, tl.sum(runs).to(tl.float32))
     if arrives_last(tickets_ptr, programs):
         one = tl.arange(0, 1)
-        for m in range(1 + METRIC):
-            row = rows_ptr + m * (B + 2).to(tl.int64)
-            total = column_sums(sum_ptr + m * programs, programs, 1, one, one == 0, 256)
-            tl.store(row + B + one, total.to(tl.float32))
-            tl.store(row + B + 1, 1.0)
+        total = column_sums(sum_ptr, programs, 1, one, one == 0, 256)
+        tl.store(row_ptr + B + one, total.to(tl.float32))
+        tl.store(row_ptr + B + 1, 1.0)
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
@@ -288,24 +274,18 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         *(ids_N, key_N, starts, tickets, len(tickets), N, T, B, B.bit_length()), BLOCK=KEYS
     )
     key_N, order_N = key_N.sort(stable=True)
-    metric = metric_of(a.moments, a.constants_P2, 0)
-    v, constants = metric or (None, None)
-    measures = 1 + (metric is not None)
-    squares = dy_ND.new_empty((measures, 2, N, blocks), dtype=torch.float32)
+    squares = dy_ND.new_empty((2, N, blocks), dtype=torch.float32)
     pieces = dy_ND.new_empty((2, 2 * multiples, D), dtype=torch.float32)
     embedding_wgrad_kernel[(N, blocks)](
         *(dy_ND, order_N, key_N, dw, squares, pieces, tickets[1:]),
-        *(v if v is None else v.contiguous(), constants, N, D, B, a.padding_idx),
-        METRIC=metric is not None,
+        *(N, D, B, a.padding_idx),
         PIECE=PIECE,
         **tile,
     )
     finish = finish_config(T * blocks)
     programs = triton.cdiv(B, finish["BLOCK_B"])
-    sums = dy_ND.new_empty((measures, programs), dtype=torch.float32)
+    sums = dy_ND.new_empty(programs, dtype=torch.float32)
     embedding_finish_kernel[(programs,)](
-        *(squares, starts, sums, tickets, rows, N, T, B, blocks),
-        METRIC=metric is not None,
-        **finish,
+        *(squares, starts, sums, tickets, rows, N, T, B, blocks), **finish
     )
     return dw, rows

@@ -2,8 +2,7 @@
 """The end of a linear layer's weight gradient, in one kernel: the tiles that several programs
 share, the bias's gradient, and the probe rows.
 
-Legend: B samples, T tokens of a sample, I in_features, O out_features, N the bias's features, M
-measures.
+Legend: B samples, T tokens of a sample, I in_features, O out_features, N the bias's features.
 
 Its programs are of several kinds, told apart by their number:
 
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
-from gnsfast.triton_kernels.tiles import root_metric, tile_position
+from gnsfast.triton_kernels.tiles import tile_position
 
 BLOCK_N = 128
 """Columns of dy that a program adds: 256 bytes of each row in half precision."""
@@ -61,24 +60,12 @@ def line_sum(line_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_squares(g, root, square_ptr, of_metric, offs, mask, METRIC: tl.constexpr):
-    """The squared norm of each row of ``g``; that under the metric ``of_metric`` behind."""
-    tl.store(square_ptr + offs, tl.sum(g * g, 1), mask=mask)
-    if METRIC:
-        g *= root[None, :]
-        tl.store(square_ptr + of_metric + offs, tl.sum(g * g, 1), mask=mask)
-
-
-@triton.jit
 def add_bias(
     dy_ptr,
     db_ptr,
-    v_ptr,
-    constants_ptr,
     sums_ptr,  # [pieces, N]
-    norms_ptr,  # [M, columns, B + 1]
-    row_ptr,  # the bias's probe row, its second one ``measure`` behind
-    measure,
+    norms_ptr,  # [columns, B + 1]
+    row_ptr,  # the bias's probe row
     tickets_ptr,  # [columns], and [pieces] without chunks
     program,
     pieces,
@@ -92,7 +79,6 @@ def add_bias(
     stride_b,
     stride_t,
     CHUNKS: tl.constexpr,
-    METRIC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,13 +91,7 @@ def add_bias(
     piece = program // columns
     offs = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs < N
-    if METRIC:
-        v = tl.load(v_ptr + offs, mask=mask, other=1.0)
-        root = root_metric(v, constants_ptr)
-    else:
-        root = None
     square_ptr = norms_ptr + column * (B + 1)
-    of_metric = columns * (B + 1)
     first_t = piece % CHUNKS * length
     last_t = min(first_t + length, T)
     first_b = piece // CHUNKS * each
@@ -129,7 +109,7 @@ def add_bias(
             rows += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         g = tl.sum(rows, 1)
         if CHUNKS == 1:
-            store_squares(g, root, square_ptr, of_metric, offs_b, offs_b < last_b, METRIC)
+            tl.store(square_ptr + offs_b, tl.sum(g * g, 1), mask=offs_b < last_b)
         total += g
     tl.store(sums_ptr + tl.cast(piece, tl.int64) * N + offs, tl.sum(total, 0), mask=mask)
 
@@ -138,10 +118,8 @@ def add_bias(
             if arrives_last(tickets_ptr + columns + piece, columns):
                 offs_b = first_b + tl.arange(0, BLOCK_N)
                 own = offs_b < last_b
-                for m in tl.static_range(1 + METRIC):
-                    at = norms_ptr + m * of_metric
-                    found = column_sums(at, columns, B + 1, offs_b, own, PIECES)
-                    tl.store(row_ptr + m * measure + offs_b, found.to(tl.float32), mask=own)
+                found = column_sums(norms_ptr, columns, B + 1, offs_b, own, PIECES)
+                tl.store(row_ptr + offs_b, found.to(tl.float32), mask=own)
 
     last = arrives_last(tickets_ptr + column, pieces)
     if last:
@@ -157,10 +135,9 @@ def add_bias(
                 at = parts.to(tl.int64)[:, :, None] * N + offs[None, None, :]
                 found = tl.load(sums_ptr + at, mask=inside, other=0.0).to(tl.float64)
                 g = tl.sum(found, 1)
-                store_squares(g, root, square_ptr, of_metric, offs_b, offs_b < B, METRIC)
+                tl.store(square_ptr + offs_b, tl.sum(g * g, 1), mask=offs_b < B)
                 whole += tl.sum(g, 0)
-        one = tl.arange(0, 1)
-        store_squares(whole[None, :], root, square_ptr, of_metric, B + one, one == 0, METRIC)
+        tl.store(square_ptr + B, tl.sum(whole * whole))
         whole_32 = whole.to(tl.float32)
         tl.store(db_ptr + offs, whole_32.to(db_ptr.dtype.element_ty), mask=mask)
     return last
@@ -170,10 +147,7 @@ def add_bias(
 def merge_piece(
     scratch_ptr,  # [parts, BLOCK_O, BLOCK_I]
     dw_ptr,
-    v_ptr,
-    constants_ptr,
     sums_ptr,
-    sums,
     piece,
     first_tile,
     remaining,
@@ -182,7 +156,6 @@ def merge_piece(
     I,
     O,
     ADD: tl.constexpr,
-    METRIC: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     GROUP: tl.constexpr,
@@ -215,9 +188,6 @@ def merge_piece(
     at = tl.cast(offs_o, tl.int64) * I + offs_i
     mask = (offs_o < O) & (offs_i < I)
     tl.store(sums_ptr + first_tile + piece, tl.sum(total * total))
-    if METRIC:
-        weighed = total * root_metric(tl.load(v_ptr + at, mask=mask, other=1.0), constants_ptr)
-        tl.store(sums_ptr + sums + first_tile + piece, tl.sum(weighed * weighed))
     if ADD:
         total += tl.load(dw_ptr + at, mask=mask, other=0.0)
     tl.store(dw_ptr + at, total.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -227,19 +197,14 @@ def merge_piece(
 def square_piece(
     dw_ptr,
     product_ptr,  # None where it is dW itself
-    v_ptr,
-    constants_ptr,
     sums_ptr,
-    sums,
     piece,
     each,
     count,
-    METRIC: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     """The square of ``each`` elements of dW, which are rounded after that."""
     squares = tl.zeros((SPAN,), tl.float32)
-    weighed = tl.zeros((SPAN,), tl.float32)
     start = tl.cast(piece, tl.int64) * each
     for first in range(0, each, SPAN):
         offs = start + first + tl.arange(0, SPAN)
@@ -249,17 +214,11 @@ def square_piece(
             g = tl.load(product_ptr + offs, mask=offs < count, other=0.0)
             tl.store(dw_ptr + offs, g.to(dw_ptr.dtype.element_ty), mask=offs < count)
         squares += g * g
-        if METRIC:
-            v = tl.load(v_ptr + offs, mask=offs < count, other=1.0)
-            g *= root_metric(v, constants_ptr)
-            weighed += g * g
     tl.store(sums_ptr + piece, tl.sum(squares))
-    if METRIC:
-        tl.store(sums_ptr + sums + piece, tl.sum(weighed))
 
 
 SIZES = (
-    *("B", "row_stride", "first_tile", "remaining", "own", "tiles", "sums", "span", "elements"),
+    *("B", "first_tile", "remaining", "own", "tiles", "sums", "span", "elements"),
     *("bias_B", "bias_T", "each", "length", "bias_programs", "piece_programs", "arrivals"),
     *("partial_at", "sums_at", "bias_sums_at", "norms_at"),
 )
@@ -274,16 +233,11 @@ def linear_finish_kernel(
     product_ptr,  # [O, I] float32, from which dW is rounded; or None
     dy_ptr,
     db_ptr,
-    rows_ptr,  # [M P, B + 2] float32: the weight's row, the bias's, both again under the metric
-    v_ptr,  # [O, I] second moments, where METRIC
-    constants_ptr,  # [2] float64, where METRIC
-    bias_v_ptr,
-    bias_constants_ptr,
+    rows_ptr,  # [P, B + 2] float32: the weight's row, the bias's
     B,
     I,
     O,
     N,
-    row_stride,
     first_tile,
     remaining,
     own,
@@ -300,15 +254,14 @@ def linear_finish_kernel(
     bias_programs,
     piece_programs,
     arrivals,
-    partial_at,  # [M, B, tiles]: the samples' squares, where TILES
-    sums_at,  # [M, sums]: the squares of the sum
+    partial_at,  # [B, tiles]: the samples' squares, where TILES
+    sums_at,  # [sums]: the squares of the sum
     bias_sums_at,  # [pieces, N]
-    norms_at,  # [M, columns, bias_B + 1]
+    norms_at,  # [columns, bias_B + 1]
     WEIGHT: tl.constexpr,
     TILES: tl.constexpr,
     BIAS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    METRIC: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -321,58 +274,45 @@ def linear_finish_kernel(
 ):
     program = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
-    parameters: tl.constexpr = WEIGHT + BIAS
+    bias_row_ptr = rows_ptr + WEIGHT * (B + 2)
     sums_ptr = work_ptr + sums_at
     norms_ptr = work_ptr + norms_at
     arrives = program >= bias_programs
     if program < bias_programs:
         if BIAS:
             arrives = add_bias(
-                *(dy_ptr, db_ptr, bias_v_ptr, bias_constants_ptr),
-                *(work_ptr + bias_sums_at, norms_ptr),
-                *(rows_ptr + (parameters - 1) * row_stride, parameters * row_stride),
+                *(dy_ptr, db_ptr, work_ptr + bias_sums_at, norms_ptr, bias_row_ptr),
                 *(tickets_ptr + 1, program, bias_programs // columns, columns),
                 *(B, bias_B, bias_T, N, each, length),
-                *(dy_stride_b, dy_stride_t, CHUNKS, METRIC, ROWS, BLOCK_T, BLOCK_N),
+                *(dy_stride_b, dy_stride_t, CHUNKS, ROWS, BLOCK_T, BLOCK_N),
             )
     elif program < bias_programs + piece_programs:
         if WEIGHT:
             piece = program - bias_programs
             if TILES:
                 merge_piece(
-                    *(work_ptr, dw_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
-                    *(first_tile, remaining, own, B, I, O),
-                    *(ADD, METRIC, BLOCK_O, BLOCK_I, GROUP, ROWS, HEIGHT),
+                    *(work_ptr, dw_ptr, sums_ptr, piece, first_tile, remaining, own, B, I, O),
+                    *(ADD, BLOCK_O, BLOCK_I, GROUP, ROWS, HEIGHT),
                 )
             else:
-                square_piece(
-                    *(dw_ptr, product_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
-                    *(span, elements, METRIC, SPAN),
-                )
+                square_piece(dw_ptr, product_ptr, sums_ptr, piece, span, elements, SPAN)
     elif TILES:
         b = program - bias_programs - piece_programs
-        for m in tl.static_range(1 + METRIC):
-            line = work_ptr + partial_at + (m * B + b).to(tl.int64) * tiles
-            at = rows_ptr + m * parameters * row_stride + b
-            tl.store(at, line_sum(line, tiles, SPAN).to(tl.float32))
+        line = work_ptr + partial_at + b.to(tl.int64) * tiles
+        tl.store(rows_ptr + b, line_sum(line, tiles, SPAN).to(tl.float32))
 
     if arrives:
         if arrives_last(tickets_ptr, arrivals):
-            for m in tl.static_range(1 + METRIC):
-                row = rows_ptr + m * parameters * row_stride
-                if WEIGHT:
-                    of_sum = line_sum(sums_ptr + m * sums, sums, SPAN)
-                    tl.store(row + B, of_sum.to(tl.float32))
-                    tl.store(row + B + 1, 1.0)
-                if BIAS:
-                    # Without chunks the samples' own numbers are in their places. So are they where
-                    # the samples have one token: the bias is a single sum over all rows of dy here.
-                    row += (parameters - 1) * row_stride
-                    skip = tl.where((CHUNKS > 1) & (bias_B == B), 0, bias_B)
-                    of_m = norms_ptr + m * columns * (bias_B + 1)
-                    for first in range(skip, bias_B + 1, BLOCK_N):
-                        offs = first + tl.arange(0, BLOCK_N)
-                        mask = offs <= bias_B
-                        found = column_sums(of_m, columns, bias_B + 1, offs, mask, PIECES)
-                        tl.store(row + (B - bias_B) + offs, found.to(tl.float32), mask=mask)
-                    tl.store(row + B + 1, 1.0)
+            if WEIGHT:
+                tl.store(rows_ptr + B, line_sum(sums_ptr, sums, SPAN).to(tl.float32))
+                tl.store(rows_ptr + B + 1, 1.0)
+            if BIAS:
+                # Without chunks the samples' own numbers are in their places. So are they where
+                # the samples have one token: the bias is a single sum over all rows of dy here.
+                skip = tl.where((CHUNKS > 1) & (bias_B == B), 0, bias_B)
+                for first in range(skip, bias_B + 1, BLOCK_N):
+                    offs = first + tl.arange(0, BLOCK_N)
+                    mask = offs <= bias_B
+                    found = column_sums(norms_ptr, columns, bias_B + 1, offs, mask, PIECES)
+                    tl.store(bias_row_ptr + (B - bias_B) + offs, found.to(tl.float32), mask=mask)
+                tl.store(bias_row_ptr + B + 1, 1.0)

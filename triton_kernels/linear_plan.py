@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 
-from gnsfast.signatures import Metric
 from gnsfast.triton_kernels.configs import GROUP_O, Balance, Config
 from gnsfast.triton_kernels.launch import Launch
 from gnsfast.triton_kernels.linear_finish import (
@@ -21,7 +20,7 @@ from gnsfast.triton_kernels.linear_finish import (
 )
 from gnsfast.triton_kernels.tiles import most_registers
 
-TENSORS = 11
+TENSORS = 7
 """The kernel's first arguments are tensors; numbers and constants follow."""
 
 CONSTANT = linear_finish_kernel.arg_names.index("WEIGHT")
@@ -30,11 +29,10 @@ CONSTANTS = linear_finish_kernel.arg_names[CONSTANT:]
 
 
 class Bias(NamedTuple):
-    """A bias's gradient: what it sums, where it goes, and its metric."""
+    """A bias's gradient: what it sums, and where it goes."""
 
     dy_BTN: Tensor
     db_N: Tensor
-    metric: Metric | None = None
 
 
 class Finish(NamedTuple):
@@ -63,8 +61,6 @@ def plan(
     weight: Squares | None,
     bias: tuple[int, int, int] | None,
     *,
-    row_stride: int,
-    metric: bool = False,
     add: bool = False,
     one_token: bool = False,
     processors: int,
@@ -73,10 +69,9 @@ def plan(
     ``one_token`` the rows already hold the samples' numbers of the bias too.
     """
     B, T = shape
-    M = 1 + metric
-    sizes = dict.fromkeys(FIXED, 0) | {"B": B, "row_stride": row_stride}
+    sizes = dict.fromkeys(FIXED, 0) | {"B": B}
     options: dict[str, Any] = {"WEIGHT": weight is not None, "BIAS": bias is not None}
-    options |= {"METRIC": metric, "CHUNKS": 1, "BLOCK_T": ROWS}
+    options |= {"CHUNKS": 1, "BLOCK_T": ROWS}
     options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHTS[0], "BLOCK_I": 1, "GROUP": GROUP_O}
     options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHTS[0], "SPAN": SPAN}
     floats, samples = 0, 0
@@ -100,9 +95,9 @@ def plan(
             sizes |= {"own": balance.own, "tiles": tiles, "partial_at": floats}
             options |= {"TILES": True, "BLOCK_O": config.block_o, "BLOCK_I": config.block_i}
             options |= {"HEIGHT": height}
-            floats += M * B * tiles
+            floats += B * tiles
         sizes |= {"sums": sums, "sums_at": floats, "piece_programs": pieces}
-        floats += M * sums
+        floats += sums
     arrivals, tickets = samples + sizes["piece_programs"], 1
     if bias is not None:
         N, stride_b, stride_t = bias
@@ -116,7 +111,7 @@ def plan(
         sizes |= {"bias_B": bias_B, "bias_T": bias_T, "each": each}
         sizes |= {"length": triton.cdiv(bias_T, chunks), "bias_programs": columns * pieces}
         sizes |= {"bias_sums_at": floats, "norms_at": floats + pieces * N}
-        floats += pieces * N + M * columns * (bias_B + 1)
+        floats += pieces * N + columns * (bias_B + 1)
         options |= {"CHUNKS": chunks, "BLOCK_T": min(ROWS, triton.next_power_of_2(bias_T))}
         arrivals += columns
         tickets += columns + (pieces if chunks == 1 else 0)
@@ -125,7 +120,7 @@ def plan(
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
     # Programs of a multiprocessor; without a limit ptxas spills up to 24 bytes for one more. The
     # shortest samples would spill in float32 with any.
-    resident = 2 if metric else {ROWS: 4, ROWS // 2: 3, ROWS // 4: 3}.get(options["BLOCK_T"], 1)
+    resident = {ROWS: 4, ROWS // 2: 3, ROWS // 4: 3}.get(options["BLOCK_T"], 1)
     registers = most_registers(resident * WARPS) if bias is not None and resident > 1 else None
     launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
     return Finish(launch, floats, tickets, sizes)
@@ -166,14 +161,10 @@ def finish(
     rows: Tensor,
     dw_OI: Tensor | None,
     bias: Bias | None,
-    metric: Metric | None = None,
     product_OI: Tensor | None = None,
 ) -> None:
-    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride. With
-    ``product_OI`` dW is still to be rounded from it.
+    """Launch the kernel; ``tickets`` are zeros by then. With ``product_OI`` dW is still to be
+    rounded from it.
     """
-    v, constants = metric or (None, None)
-    dy, db, of_bias = bias or (None, None, None)
-    bias_v, bias_constants = of_bias or (None, None)
-    metrics = v, constants, bias_v, bias_constants
-    ending.launch(work, tickets, dw_OI, product_OI, dy, db, rows, *metrics)
+    dy, db = bias or (None, None)
+    ending.launch(work, tickets, dw_OI, product_OI, dy, db, rows)

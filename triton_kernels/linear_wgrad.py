@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.signatures import Metric
 from gnsfast.triton_kernels import configs
 from gnsfast.triton_kernels.configs import Config, multiprocessors
 from gnsfast.triton_kernels.finish import clear_tickets
@@ -43,9 +42,9 @@ from gnsfast.triton_kernels.linear_plan import (
     plan,
 )
 from gnsfast.triton_kernels.operands import Operand, descriptor, fits_tma, operand
-from gnsfast.triton_kernels.tiles import dot, precision, root_metric, tile_position
+from gnsfast.triton_kernels.tiles import dot, precision, tile_position
 
-SIZES = ("B", "T", "waves", "remaining", "own", "partial_at", "sums_at", "sums", "tickets")
+SIZES = ("B", "T", "waves", "remaining", "own", "partial_at", "sums_at", "tickets")
 """Arguments whose values the compiler is not to specialise on: they vary with the batch."""
 
 
@@ -56,8 +55,6 @@ def linear_wgrad_kernel(
     dw_ptr,
     work_ptr,  # float32: parts of tiles [parts, BLOCK_O, BLOCK_I], then what begins at the offsets
     tickets_ptr,  # [tickets] int32, which the finishing kernel finds at zero
-    v_ptr,  # [O, I] second moments, where METRIC
-    constants_ptr,  # [2] float64, where METRIC
     B,
     T,
     I,
@@ -65,9 +62,8 @@ def linear_wgrad_kernel(
     waves,
     remaining,
     own,
-    partial_at,  # [M, B, tiles]; M is 2 where METRIC
-    sums_at,  # [M, sums], of which the first are those of whole tiles
-    sums,
+    partial_at,  # [B, tiles]
+    sums_at,  # [sums], of which the first are those of whole tiles
     tickets,
     x_stride_b,
     x_stride_t,
@@ -77,7 +73,6 @@ def linear_wgrad_kernel(
     ADD: tl.constexpr,
     WHOLE: tl.constexpr,  # whether any tile is one program's
     SHARED: tl.constexpr,  # whether any is not
-    METRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -93,8 +88,6 @@ def linear_wgrad_kernel(
     tiles = tiles_o * tiles_i
     acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
     total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
-    if METRIC:
-        root = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
     # The last run of samples, after the whole tiles: the first of a remaining tile, or, for
     # programs beyond those, a run of what is left of all of them.
@@ -138,8 +131,6 @@ def linear_wgrad_kernel(
                         first = own
                         remainder += 1
                 tile_o, tile_i = tile_position(tile, tiles_o, tiles_i, GROUP)
-                if METRIC:
-                    root = tile_root(v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O, BLOCK_I)
 
         offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
         offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -165,9 +156,6 @@ def linear_wgrad_kernel(
         if block == blocks - 1:
             square = work_ptr + partial_at + b.to(tl.int64) * tiles + tile
             tl.store(square, tl.sum(acc * acc))
-            if METRIC:
-                weighed = acc * root
-                tl.store(square + B.to(tl.int64) * tiles, tl.sum(weighed * weighed))
             total += acc
             acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
             if b == last:
@@ -175,11 +163,7 @@ def linear_wgrad_kernel(
                 if WHOLE and SHARED:
                     whole = wave < waves
                 if whole:
-                    sums_ptr = work_ptr + sums_at
-                    tl.store(sums_ptr + tile, tl.sum(total * total))
-                    if METRIC:
-                        weighed = total * root
-                        tl.store(sums_ptr + sums + tile, tl.sum(weighed * weighed))
+                    tl.store(work_ptr + sums_at + tile, tl.sum(total * total))
                     at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
                     mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
                     if ADD:
@@ -191,19 +175,6 @@ def linear_wgrad_kernel(
                 total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
 
-@triton.jit
-def tile_root(
-    v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
-):
-    """√P of a tile of the weight. Its values outside the weight do not matter: dW is zero there."""
-    within_o = tl.arange(0, BLOCK_O)[:, None]
-    within_i = tl.arange(0, BLOCK_I)[None, :]
-    corner = v_ptr + (tile_o * BLOCK_O).to(tl.int64) * I + tile_i * BLOCK_I
-    inside = (within_o < O - tile_o * BLOCK_O) & (within_i < I - tile_i * BLOCK_I)
-    v = tl.load(corner + (within_o * I + within_i), mask=inside, other=1.0)
-    return root_metric(v, constants_ptr)
-
-
 def fused(
     x_BTI: Tensor,
     dy_BTO: Tensor,
@@ -213,7 +184,6 @@ def fused(
     *,
     bias: Bias | None = None,
     add: bool = False,
-    metric: Metric | None = None,
     programs: int | None = None,
 ) -> None:
     """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``, the bias's gradient, and the
@@ -223,26 +193,21 @@ def fused(
         x_BTI, dy_BTO: not empty, of one dtype, with a unit inner stride.
         dw_OI: contiguous. With ``add`` it is float32 and added to; the norms are those of what is
             added.
-        rows: [M P, B + 2] float32 of any row stride.
+        rows: [P, B + 2] float32.
         bias: its dy has as many samples and tokens, and a unit inner stride.
-        metric: contiguous second moments [O, I] and their ``constants`` [2]; M is then 2.
         programs: how many run at the same time; by default what the device holds.
     """
     x, dy = operand(x_BTI), operand(dy_BTO)
-    strides, measured = bias_strides(bias), metric is not None
-    of_rows = rows.stride(0)
     roomy = add or dw_OI.dtype.itemsize > 4
-    how = launches(
-        *(x, dy, config, programs, strides, of_rows, add, roomy, measured, precision(x.dtype))
-    )
+    how = launches(x, dy, config, programs, bias_strides(bias), add, roomy, precision(x.dtype))
     work, tickets = memory(x_BTI, how.ending)
     if how.tma:
         x_blocks = descriptor(x_BTI, config.block_t, config.block_i)
         dy_blocks = descriptor(dy_BTO, config.block_t, config.block_o)
-        how.product(x_blocks, dy_blocks, dw_OI, work, tickets, *(metric or (None, None)))
+        how.product(x_blocks, dy_blocks, dw_OI, work, tickets)
     else:
-        how.product(x_BTI, dy_BTO, dw_OI, work, tickets, *(metric or (None, None)))
-    finish(how.ending, work, tickets, rows, dw_OI, bias, metric)
+        how.product(x_BTI, dy_BTO, dw_OI, work, tickets)
+    finish(how.ending, work, tickets, rows, dw_OI, bias)
 
 
 class Launches(NamedTuple):
@@ -260,10 +225,8 @@ def launches(
     config: Config,
     programs: int | None,
     bias: tuple[int, int, int] | None,
-    row_stride: int,
     add: bool,
     roomy: bool,
-    metric: bool,
     multiplied: str,
 ) -> Launches:
     """All that can be known before the addresses of tensors."""
@@ -272,13 +235,11 @@ def launches(
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
     programs = programs or processors * config.resident
     blocks = triton.cdiv(T, config.block_t)
-    balance = configs.balance(tiles, B, programs, blocks, mixed=not metric)
+    balance = configs.balance(tiles, B, programs, blocks)
     ending = plan(
         (B, T),
         Squares(O, I, config, balance),
         bias,
-        row_stride=row_stride,
-        metric=metric,
         add=add,
         processors=processors,
     )
@@ -291,8 +252,8 @@ def launches(
         (balance.programs,),
         (
             *(B, T, I, O, balance.waves, balance.remaining, balance.own),
-            *(values["partial_at"], values["sums_at"], values["sums"], ending.tickets),
-            *(*x.strides[:2], *dy.strides[:2], tma, add, whole, shared, metric, multiplied),
+            *(values["partial_at"], values["sums_at"], ending.tickets),
+            *(*x.strides[:2], *dy.strides[:2], tma, add, whole, shared, multiplied),
             *(config.block_o, config.block_i, config.block_t, options["GROUP"]),
         ),
         num_warps=config.num_warps,

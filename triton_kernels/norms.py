@@ -210,7 +210,7 @@ class Plan:
 
 
 @functools.lru_cache(4096)
-def plan(B: int, T: int, N: int, parameters: int, measures: int, processors: int) -> Plan:
+def plan(B: int, T: int, N: int, parameters: int, processors: int) -> Plan:
     """For inputs that are not empty."""
     blocks = config(N)
     columns = triton.cdiv(N, blocks["BLOCK_N"])
@@ -228,7 +228,7 @@ def plan(B: int, T: int, N: int, parameters: int, measures: int, processors: int
     chunks = triton.cdiv(T, chunk)
     finish = None
     if parameters:
-        finish = sums.plan(B, (chunks,) * parameters, (N,) * parameters, measures)
+        finish = sums.plan(B, (chunks,) * parameters, (N,) * parameters)
     return Plan((B, chunks, columns), chunk, blocks, finish)
 
 
@@ -256,8 +256,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     w = a.w_F if a.w_F is None else unit_inner(a.w_F)
     rms = a.mean_BT1 is None
     B, T, N = x.shape
-    measures = 1 + (a.constants_P2 is not None)
-    p = plan(B, T, N, gain + bias, measures, multiprocessors(x.device))
+    p = plan(B, T, N, gain + bias, multiprocessors(x.device))
     partials = [dx.new_empty((*p.grid[:2], N), dtype=torch.float32) for _ in range(gain + bias)]
     tickets = p.finish and dx.new_empty(p.finish.tickets, dtype=torch.int32)
     mean, rstd, means = a.mean_BT1, a.rstd_BT1, (None, None)
@@ -279,5 +278,5 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     )
     if p.finish is not None and tickets is not None:
         grads = [g for g, wanted in zip(results[1:3], (gain, bias)) if wanted]
-        p.finish.run(partials, grads, rows, tickets, a.moments, a.constants_P2)
+        p.finish.run(partials, grads, rows, tickets)
     return results

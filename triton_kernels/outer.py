@@ -8,8 +8,6 @@ import triton
 from torch import Tensor
 
 from gnsfast.ops import backends, extension
-from gnsfast.reference import one_token_metric, root_metric
-from gnsfast.signatures import Metric
 from gnsfast.tensors import wide_bmm
 from gnsfast.triton_kernels import gram
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
@@ -35,14 +33,12 @@ def outer_wgrad(
     dw_OI: Tensor,
     rows: Tensor,
     bias: Bias | None = None,
-    metric: Metric | None = None,
     route: str | None = None,
 ) -> None:
-    """Fill dW, db and the probe ``rows`` [M P, B + 2] of weight and bias, which may have any row
-    stride. The ``bias`` sums ``dy_BTO``; that of a weight that is stored transposed sums ``x_BTI``.
+    """Fill dW, db and the probe ``rows`` [P, B + 2] of weight and bias. The ``bias`` sums
+    ``dy_BTO``; that of a weight that is stored transposed sums ``x_BTI``.
 
-    ``route`` is that of ``linear_route``, or another one for a comparison. With a ``metric`` it is
-    fused unless samples have one token.
+    ``route`` is that of ``linear_route``, or another one for a comparison.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     transposed = bias is not None and bias.dy_BTN is not dy_BTO
@@ -53,17 +49,15 @@ def outer_wgrad(
         dw_OI.zero_()
         _no_rows(rows)
         if bias:
-            bias_wgrad(bias, rows[1::2])
+            bias_wgrad(bias, rows[1:])
         return
-    if metric is not None and T > 1:
-        route = "fused"
     route = route or linear_route(B, T, I, O, x_BTI)
     if route == "fused":
-        fused_wgrad(x_BTI, dy_BTO, dw_OI, rows, bias=bias, metric=metric)
+        fused_wgrad(x_BTI, dy_BTO, dw_OI, rows, bias=bias)
         return
     product = dense_wgrad(x_BTI, dy_BTO, dw_OI)
-    one_token = route == "closed" and metric is None
-    ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, rows, metric, one_token)
+    one_token = route == "closed"
+    ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, one_token)
     if route == "gram":
         gram.gram(unit_inner(x_BTI), dy_BTO, rows[0], tickets)
     else:
@@ -71,20 +65,11 @@ def outer_wgrad(
         if transposed:
             x_BI, dy_BO = dy_BO, x_BI
         token_sqnorms(x_BI, dy_BO, rows[0], rows[1] if bias and one_token else None, tickets)
-    if metric is not None:
-        root_OI = root_metric(*metric, torch.float32)
-        weighed_B = one_token_metric(x_BTI[:, 0].float(), dy_BTO[:, 0].float(), root_OI)
-        rows[len(rows) // 2, :B] = weighed_B
-    finish(ending, work, tickets, rows, dw_OI, bias, metric, product)
+    finish(ending, work, tickets, rows, dw_OI, bias, product)
 
 
 def _finish(
-    x_BTI: Tensor,
-    weight: Squares | None,
-    bias: Bias | None,
-    rows: Tensor,
-    metric: Metric | None,
-    one_token: bool,
+    x_BTI: Tensor, weight: Squares | None, bias: Bias | None, one_token: bool
 ) -> tuple[Finish, Tensor, Tensor]:
     """What the finishing kernel does where norms do not come from tiles, its memory and tickets."""
     B, T, _ = x_BTI.shape
@@ -92,8 +77,6 @@ def _finish(
         (B, T),
         weight,
         bias_strides(bias),
-        row_stride=rows.stride(0),
-        metric=metric is not None,
         one_token=one_token and bias is not None,
         processors=multiprocessors(x_BTI.device),
     )
@@ -101,20 +84,20 @@ def _finish(
 
 
 def bias_wgrad(bias: Bias, rows: Tensor) -> None:
-    """Fill db and its probe ``rows`` [M, B + 2]."""
+    """Fill db and its probe ``rows`` [1, B + 2]."""
     bias = bias._replace(dy_BTN=unit_inner(bias.dy_BTN))
-    dy_BTN, metric = bias.dy_BTN, bias.metric
+    dy_BTN = bias.dy_BTN
     if dy_BTN.numel() == 0:
         bias.db_N.zero_()
         _no_rows(rows)
         return
-    one_token = dy_BTN.shape[1] == 1 and metric is None
-    ending, work, tickets = _finish(dy_BTN, None, bias, rows, metric, one_token)
+    one_token = dy_BTN.shape[1] == 1
+    ending, work, tickets = _finish(dy_BTN, None, bias, one_token)
     if one_token:
         token_sqnorms(None, dy_BTN[:, 0], None, rows[0], tickets)
     else:
         tickets.zero_()
-    finish(ending, work, tickets, rows, None, bias, metric)
+    finish(ending, work, tickets, rows, None, bias)
 
 
 def _no_rows(rows: Tensor) -> None:
@@ -131,14 +114,13 @@ def fused_wgrad(
     *,
     bias: Bias | None = None,
     add: bool = False,
-    metric: Metric | None = None,
     config: Config | None = None,
 ) -> None:
     """``outer_wgrad`` by tiles. With ``add`` the gradient is added to ``dw_OI``, and the rows are
     those of what is added.
     """
     x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
-    extended = config is None and metric is None and backends.backend("cuda") == "cuda"
+    extended = config is None and backends.backend("cuda") == "cuda"
     if extended and extension.takes(x, dy, dw_OI, add):
         own = bias is not None and bias.dy_BTN is dy  # not of a weight that is stored transposed
         db_O = bias.db_N if bias and own else None
@@ -153,15 +135,13 @@ def fused_wgrad(
         how = reading(operand(x), operand(dy), tf32)
     if config is None:
         (B, T, I), O = x.shape, dy.shape[2]
-        configs = candidates(x.dtype, how.aligned, metric is not None, how.tma)
+        configs = candidates(x.dtype, how.aligned)
         lengths = (triton.next_power_of_2(n) for n in (B, T))
         key = ("linear_wgrad", *lengths, I, O, x.dtype, dw_OI.dtype, how.tma)
-        key = key if metric is None else (*key, "metric", metric[0].dtype)
         # Tuning must not add to dW.
         scratch = lambda: (torch.empty_like(dw_OI), torch.empty_like(rows))
-        measured = fused_kernel.fused
-        config = choose(key, configs, lambda c: measured(x, dy, *scratch(), c, metric=metric))
-    fused_kernel.fused(x, dy, dw_OI, rows, config, bias=bias, add=add, metric=metric)
+        config = choose(key, configs, lambda c: fused_kernel.fused(x, dy, *scratch(), c))
+    fused_kernel.fused(x, dy, dw_OI, rows, config, bias=bias, add=add)
 
 
 def token_sqnorms(

@@ -156,17 +156,13 @@ def segments_finish_kernel(
         if tl.program_id(2) == WEIGHT:
             finish_parameter(
                 rows_ptr + WEIGHT * (B + 2),
-                0,
                 sums_ptr,
                 db_ptr,
-                None,
-                None,
                 scratch_ptr + splits * row,
                 tickets_ptr + 1,
                 B,
                 1,
                 N,
-                False,
                 BLOCK_B,
                 BLOCK_C,
                 BLOCK_N,
@@ -214,7 +210,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         return reference.linear_wgrad(a)
     left, right = (x, dy) if a.transposed else (dy, x)
     I, O, N, starts = right.shape[1], left.shape[1], E * dy.shape[1], starts.contiguous()
-    plan = sums.plan(B, (1,), (N if a.bias else 1,), 1)
+    plan = sums.plan(B, (1,), (N if a.bias else 1,))
     tickets = x.new_empty(1 + plan.tickets, dtype=torch.int32)
     partial = sums_BEO = None
     pieces = 0
@@ -232,7 +228,6 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         sums_BEO = segment_sums(dy, starts, E, tickets)
     splits = min(triton.cdiv(pieces, SHARE), plan.grid[0] * plan.grid[1] if a.bias else pieces)
     grid = (*plan.grid[:2], a.weight + a.bias) if a.bias else (splits, 1, 1)
-    options = {key: value for key, value in known(plan.options).items() if key != "METRIC"}
     if a.weight or a.bias:
         segments_finish_kernel[grid](
             *(rows, partial, sums_BEO, db, rows.new_empty(splits * (B + 1) + plan.scratch_stride)),
@@ -240,7 +235,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
             WEIGHT=a.weight,
             BIAS=a.bias,
             BLOCK_W=min(64, triton.next_power_of_2(B + 1)),
-            **options,
+            **known(plan.options),
         )
     return results
 

@@ -2,8 +2,8 @@
 """Parameters whose gradients are sums of rows (gains, biases, sinks): from partial sums of every
 sample to the gradients and the probe rows, in one launch.
 
-Legend: P parameters of N numbers each, B samples, M measures. A sample's gradient is the sum of its
-``pieces``, [B, pieces, N] for each parameter.
+Legend: P parameters of N numbers each, B samples. A sample's gradient is the sum of its ``pieces``,
+[B, pieces, N] for each parameter.
 
 A program adds the pieces of some samples for a block of columns. It leaves each sample's partial
 squared norm and the samples' sum. The last program of these samples adds their norms over the
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
 from gnsfast.triton_kernels.launch import Launch
-from gnsfast.triton_kernels.tiles import most_registers, root_metric
+from gnsfast.triton_kernels.tiles import most_registers
 
 TILE = 8192
 """Numbers that a program loads at a time: 32 of a thread, so that most programs wait for memory
@@ -39,18 +39,14 @@ MOST_PARTS = 65535
 
 @triton.jit
 def finish_parameter(
-    row_ptr,  # [B + 2]: the parameter's probe row, its second one ``row_stride`` behind
-    row_stride,
+    row_ptr,  # [B + 2]: the parameter's probe row
     partial_ptr,  # [B, pieces, N] float32
     grad_ptr,  # [N]
-    v_ptr,  # [N] second moments, where METRIC
-    constants_ptr,  # [2] float64, where METRIC
-    scratch_ptr,  # [M, columns, B + 1] squared norms, and [parts, columns BLOCK_N] sums
+    scratch_ptr,  # [columns, B + 1] squared norms, and [parts, columns BLOCK_N] sums
     tickets_ptr,  # [parts + columns + 1] zeros
     B,
     pieces,
     N,
-    METRIC: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,43 +67,29 @@ def finish_parameter(
         at = partial_ptr + row[:, :, None] * N + offs_n[None, None, :]
         g += tl.sum(tl.load(at, mask=mask[:, :, None] & mask_n[None, None, :], other=0.0), 1)
     sqnorm_ptr = scratch_ptr + column.to(tl.int64) * (B + 1)
-    kind = columns.to(tl.int64) * (B + 1)  # from one measure to the next
-    sum_ptr = scratch_ptr + (1 + METRIC) * kind
+    sum_ptr = scratch_ptr + columns.to(tl.int64) * (B + 1)
     width = columns * BLOCK_N
     tl.store(sqnorm_ptr + offs_b, tl.sum(g * g, 1), mask=mask_b)
     tl.store(sum_ptr + part.to(tl.int64) * width + offs_n, tl.sum(g, 0))
-    if METRIC:
-        root = root_metric(tl.load(v_ptr + offs_n, mask=mask_n, other=1.0), constants_ptr)
-        g *= root[None, :]
-        tl.store(sqnorm_ptr + kind + offs_b, tl.sum(g * g, 1), mask=mask_b)
     if arrives_last(tickets_ptr + part, columns):
-        for m in tl.static_range(1 + METRIC):
-            norms = column_sums(scratch_ptr + m * kind, columns, B + 1, offs_b, mask_b, BLOCK_P)
-            tl.store(row_ptr + m * row_stride + offs_b, norms.to(tl.float32), mask=mask_b)
+        norms = column_sums(scratch_ptr, columns, B + 1, offs_b, mask_b, BLOCK_P)
+        tl.store(row_ptr + offs_b, norms.to(tl.float32), mask=mask_b)
     if arrives_last(tickets_ptr + parts + column, parts):
         total = column_sums(sum_ptr, parts, width, offs_n, mask_n, 16).to(tl.float32)
         tl.store(grad_ptr + offs_n, total.to(grad_ptr.dtype.element_ty), mask=mask_n)
         tl.store(sqnorm_ptr + B, tl.sum(total * total))
-        if METRIC:
-            v = tl.load(v_ptr + offs_n, mask=mask_n, other=1.0)  # again, to save registers
-            total *= root_metric(v, constants_ptr)
-            tl.store(sqnorm_ptr + kind + B, tl.sum(total * total))
         if arrives_last(tickets_ptr + parts + columns, columns):
             one = tl.arange(0, 1)
-            for m in tl.static_range(1 + METRIC):
-                at = scratch_ptr + m * kind + B
-                norm = column_sums(at, columns, B + 1, one, one == 0, 256)
-                tl.store(row_ptr + m * row_stride + B + one, norm.to(tl.float32))
-                tl.store(row_ptr + m * row_stride + B + 1, 1.0)
+            norm = column_sums(scratch_ptr + B, columns, B + 1, one, one == 0, 256)
+            tl.store(row_ptr + B + one, norm.to(tl.float32))
+            tl.store(row_ptr + B + 1, 1.0)
 
 
 @triton.jit(do_not_specialize=["B", "scratch_stride", "ticket_stride"])
 def finish_sums_kernel(
-    rows_ptr,  # [M P, B + 2]
+    rows_ptr,  # [P, B + 2]
     partials,  # of each parameter [B, pieces, N] float32
     grads,  # of each [N]
-    moments,  # of each [N], where METRIC
-    constants_ptr,  # [P, 2] float64, where METRIC
     scratch_ptr,  # [P, scratch_stride] float32
     tickets_ptr,  # [P, ticket_stride] int32 zeros
     pieces,  # of each
@@ -115,7 +97,6 @@ def finish_sums_kernel(
     B,
     scratch_stride,
     ticket_stride,
-    METRIC: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,17 +106,13 @@ def finish_sums_kernel(
         if (tl.program_id(2) == p) & (tl.program_id(0) * BLOCK_N < widths[p]):
             finish_parameter(
                 rows_ptr + p * (B + 2).to(tl.int64),
-                len(grads) * (B + 2).to(tl.int64),
                 partials[p],
                 grads[p],
-                moments[p] if METRIC else None,
-                constants_ptr + 2 * p if METRIC else None,
                 scratch_ptr + p * scratch_stride,
                 tickets_ptr + p * ticket_stride,
                 B,
                 pieces[p],
                 widths[p],
-                METRIC,
                 BLOCK_B,
                 BLOCK_C,
                 BLOCK_N,
@@ -164,19 +141,14 @@ class Plan:
         grads: Sequence[Tensor],
         rows: Tensor,
         tickets: Tensor,
-        moments: Sequence[Tensor] = (),
-        constants_P2: Tensor | None = None,
     ) -> None:
         """Fill ``grads`` and the probe ``rows``; tickets are zero."""
-        v = None
-        if constants_P2 is not None:
-            v = tuple([t.reshape(-1).contiguous() for t in moments])
         scratch = rows.new_empty(self.grid[2] * self.scratch_stride)
-        self.launch(rows, tuple(partials), tuple(grads), v, constants_P2, scratch, tickets)
+        self.launch(rows, tuple(partials), tuple(grads), scratch, tickets)
 
 
 @functools.lru_cache(4096)
-def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int) -> Plan:
+def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...]) -> Plan:
     """For parameters of ``widths`` numbers whose samples have so many ``pieces``."""
     block_n = next((n for n in WIDTHS if max(widths) <= 64 * n), WIDTHS[-1])
     rows, block_c = TILE // block_n, 1
@@ -189,9 +161,9 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
             f"the gradients of {B} samples in pieces {pieces} of widths {widths} would take "
             f"{parts} rows of a grid, and a GPU has {MOST_PARTS}: take smaller micro-batches"
         )
-    scratch, tickets = columns * (measures * (B + 1) + parts * block_n), parts + columns + 1
-    blocks: dict[str, Any] = {"METRIC": measures > 1, "BLOCK_B": block_b, "BLOCK_C": block_c}
-    blocks |= {"BLOCK_N": block_n, "BLOCK_P": min(128, 2048 // block_b)}
+    scratch, tickets = columns * (B + 1 + parts * block_n), parts + columns + 1
+    blocks: dict[str, Any] = {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_N": block_n}
+    blocks["BLOCK_P"] = min(128, 2048 // block_b)
     registers = {"num_warps": 8, "maxnreg": most_registers(8)}
     grid, values = (columns, parts, len(widths)), (pieces, widths, B, scratch, tickets)
     launch = Launch(finish_sums_kernel, grid, (*values, *blocks.values()), **registers)
@@ -201,5 +173,5 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
 def finish_sums(partial_BCN: Tensor, grad_N: Tensor, row: Tensor) -> None:
     """``grad_N`` and the probe ``row`` [1, B + 2] of one parameter, after torch's own kernels."""
     (B, pieces, N), like = partial_BCN.shape, partial_BCN
-    p = plan(B, (pieces,), (N,), 1)
+    p = plan(B, (pieces,), (N,))
     p.run([like.contiguous()], [grad_N], row, like.new_zeros(p.tickets, dtype=torch.int32))

@@ -45,14 +45,6 @@ def round_tf32(t):
     )
 
 
-@triton.jit
-def root_metric(v, constants_ptr):
-    """√P = (√v s + eps)^-1/2, from a block of v and the two constants."""
-    s = tl.load(constants_ptr).to(tl.float32)
-    eps = tl.load(constants_ptr + 1).to(tl.float32)
-    return tl.rsqrt(tl.sqrt(v.to(tl.float32)) * s + eps)
-
-
 def most_registers(num_warps: int) -> int:
     """``maxnreg`` for a kernel of which one block fills a multiprocessor. Without it ptxas spills
     up to 48 bytes so that a second block fits.

@@ -17,7 +17,7 @@ from gnsfast.ops import backends, extension
 
 CASES = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 ATTENTION = [attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)]
-CHECKED = ("triton_kernels/test_triton_metric.py::test_tied_rows",)
+CHECKED = ("triton_kernels/test_triton_linear.py::test_tied_rows",)
 CONTESTANTS = ("plain", "gnsfast", "loop of single samples", "torch.func vmap")
 """Those that need torch alone."""
 

@@ -6,7 +6,6 @@ compute-sanitizer watches.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gnsfast.functional import attention
 from gnsfast.ops import extension, operators
@@ -26,8 +25,6 @@ def main(device: str = "cuda") -> None:
             dy = torch.randn(B, T, O, device=device, dtype=dtype)
             run("linear_wgrad", x, dy, True, True, False, f32)
             run("linear_wgrad", x, dy, True, True, True, f32)
-            run("linear_squares", x, dy, False)
-            run("linear_grams", x, dy, 0)
             ids = torch.randint(0, O, (B, T), device=device)
             run("linear_wgrad", x, dy, True, True, False, f32, ids_BS=ids)
             run("embedding_wgrad", x, ids, O, 3, f32)
@@ -42,8 +39,6 @@ def main(device: str = "cuda") -> None:
             run("norm_backward", x, x, mean, rstd, w, w, True, True)
             of_rows = (t.flatten(0, 1) for t in (x, x, mean, rstd))
             run("norm_backward", *of_rows, w, w, True, True, starts=starts)
-            run("in_projection_wgrad", [x, x[:, :1]], [dy, dy[:, :1]], True, True, f32)
-            run_metric(x, dy, ids, mean, rstd)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (
             torch.randn(2, h, 70, 40, device=device, dtype=dtype).requires_grad_()
@@ -66,23 +61,6 @@ def main(device: str = "cuda") -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         print(extension.missing() or f"{run_extension()} launches of the CUDA extension ran")
-
-
-def run_metric(x: Tensor, dy: Tensor, ids: Tensor, mean: Tensor, rstd: Tensor) -> None:
-    """The operators with norms under a metric, tied ones too."""
-    f32, (I, O) = torch.float32, (x.shape[2], dy.shape[2])
-    v, v_O, v_I = (torch.rand(*shape, device=x.device) for shape in ((O, I), (O,), (I,)))
-    constants = torch.tensor([[1.5, 1e-3]] * 2, dtype=torch.float64, device=x.device)
-    w = x[0, 0].clone()
-    one, both = (dict(constants_P2=constants[:n]) for n in (1, 2))
-    for tied in (None, ids):
-        more = dict(ids_BS=tied, moments=[v, v_O], **both)
-        run("linear_wgrad", x, dy, True, True, False, f32, **more)
-    run("linear_wgrad", x, dy, True, False, True, f32, moments=[v.mT.contiguous()], **one)
-    run("embedding_wgrad", x, ids, O, 3, f32, moments=[v], **one)
-    run("norm_backward", x, x, mean, rstd, w, w, True, True, moments=[v_I, v_I], **both)
-    rms = None, None, w, None, True, False, 1e-5, 1.0
-    run("norm_backward", x, x, *rms, moments=[v_I], **one)
 
 
 def run_extension() -> int:

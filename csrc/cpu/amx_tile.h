@@ -15,9 +15,9 @@ constexpr int place(int m, int n) {
 // A thread's memory, cut up. dW's part stays in the second-level cache in float32 until the last
 // sample, tile by tile.
 struct Memory {
-  float *dw, *parts, *roots;  // of the block
-  float *tile, *panel;        // of one tile, of one panel's tokens
-  Bfloat16 *left, *right;     // packed
+  float *dw, *parts;       // of the block
+  float *tile, *panel;     // of one tile, of one panel's tokens
+  Bfloat16 *left, *right;  // packed
   double *left_sums, *right_sums;
   size_t bytes;
 };
@@ -29,7 +29,6 @@ inline Memory memory_of(const Work& work, char* memory) {
   Memory m{};
   cut.take(m.dw, tall * wide);
   cut.take(m.parts, work.parts ? tall * wide : 0);
-  cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
   cut.take(m.tile, kSquare);
   cut.take(m.panel, kColumns * (work.tokens + 1));
   cut.take(m.left, tall * tokens);
@@ -89,9 +88,8 @@ struct TileSquares {
 };
 
 // Squares a sample's tile and adds it to dW's, which goes back to ``tile`` after the last sample.
-template <bool kMetric>
-void add_tile(float* tile, float* dw, const float* root, const Chunk& chunk, Squares& squares) {
-  TileSquares sample, total, sample_weighed, total_weighed;
+inline void add_tile(float* tile, float* dw, const Chunk& chunk, Squares& squares) {
+  TileSquares sample, total;
   float* const to = chunk.final ? tile : dw;
 #pragma GCC unroll 4
   for (int k = 0; k < kSquare / kLanes; ++k) {
@@ -100,16 +98,9 @@ void add_tile(float* tile, float* dw, const float* root, const Chunk& chunk, Squ
     store(to + k * kLanes, sum);
     sample.add(k, v);
     if (chunk.final) total.add(k, sum);
-    if constexpr (kMetric) {
-      const Vector p = load(root + k * kLanes);
-      sample_weighed.add(k, v * p);
-      if (chunk.final) total_weighed.add(k, sum * p);
-    }
   }
   sample.end(squares.sample);
   total.end(squares.total);
-  sample_weighed.end(squares.sample_weighed);
-  total_weighed.end(squares.total_weighed);
 }
 
 // ``of(number)`` for each of a tile that is beyond dW, or for each that is within.
@@ -207,16 +198,7 @@ inline void run(Work& work, int index, char* memory) {
         if (rows < kTile || columns < kTile) {  // an infinity times the zeros beyond made NaNs
           each(rows, columns, false, [&](int, int, int k) { at.tile[k] = 0.f; });
         }
-        float* const root = at.roots + beside;
-        if (call.weight.v && chunk.first) {
-          std::fill(root, root + kSquare, 0.f);
-          each(rows, columns, true, [&](int m, int n, int k) {
-            const int64_t of = first + m * call.row_step + n * call.column_step;
-            root[k] = root_of(call.weight, of);
-          });
-        }
-        (call.weight.v ? add_tile<true> : add_tile<false>)(at.tile, at.dw + beside, root, chunk,
-                                                           found);
+        add_tile(at.tile, at.dw + beside, chunk, found);
         if (chunk.final) write(call, first, rows, columns, at.tile);
       }
     }

@@ -7,7 +7,6 @@
 #include <array>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "embedding_wgrad.h"
@@ -21,7 +20,6 @@ namespace {
 
 using gnsfast::cpu::LinearWgrad;
 using Strides = std::array<int64_t, 3>;
-using Metric = std::tuple<uintptr_t, float, float>;  // v, s, eps
 
 // torch's own OpenMP, which it has loaded: threads of another one would compete with torch's, which
 // spin for a while after each of its operators.
@@ -47,18 +45,15 @@ gnsfast::cpu::Side side(uintptr_t address, const Strides& strides, int64_t N) {
 }
 
 // Positional, as names cost time. ``halves``: whether the sides are of bfloat16, and whether dW is.
-// ``metrics`` are the weight's and the bias's, or empty; with ``starts`` T is the number of rows.
+// With ``starts`` T is the number of rows.
 void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left_strides,
                   uintptr_t right, const Strides& right_strides, const std::array<bool, 2>& halves,
                   const std::array<int64_t, 4>& shape, uintptr_t starts, uintptr_t sqnorms,
-                  uintptr_t dw, uintptr_t db, bool bias_of_right, const std::vector<Metric>& metrics,
-                  uintptr_t rows, int64_t row_stride, int threads) {
+                  uintptr_t dw, uintptr_t db, bool bias_of_right, uintptr_t rows,
+                  int64_t row_stride, int threads) {
   const auto [B, T, M, N] = shape;
   check_sizes(shape);
   if (!left || !right || !dw || !rows) throw std::invalid_argument("a null pointer");
-  if (metrics.size() > 2 || (!metrics.empty() && !db != (metrics.size() == 1))) {
-    throw std::invalid_argument("there must be a metric for each gradient, or none");
-  }
   const auto* bounds = at<const int64_t>(starts);
   for (int64_t b = 0; bounds && b < B; ++b) {
     if (bounds[b] < 0 || bounds[b] > bounds[b + 1] || bounds[b + 1] > T) {
@@ -79,13 +74,6 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   call.column_step = 1;
   call.db = at<float>(db);
   call.bias_of_right = bias_of_right;
-  const auto metric_of = [&](size_t k) -> gnsfast::cpu::Metric {
-    if (k >= metrics.size()) return {};
-    const auto [v, s, eps] = metrics[k];
-    return {at<const float>(v), s, eps};
-  };
-  call.weight = metric_of(0);
-  call.bias = metric_of(1);
   call.rows = at<float>(rows);
   call.row_stride = row_stride;
   call.team = {threads, openmp()};

@@ -39,7 +39,6 @@ void run_blocks(Work& work) {
 // Adds what the blocks found, in their order, and writes the probe rows.
 void write_rows(Work& work) {
   const LinearWgrad& call = work.call;
-  const int parameters = call.db ? 2 : 1;
   const auto row = [&](int k) { return call.rows + k * call.row_stride; };
   for (int64_t b = 0; b <= call.B; ++b) {
     double found[kFound] = {};
@@ -50,10 +49,8 @@ void write_rows(Work& work) {
     if (b < call.B && call.sqnorms) found[kWeight] = call.sqnorms[b];
     row(0)[b] = float(found[kWeight]);
     if (call.db) row(1)[b] = float(found[call.bias_of_right ? kRight : kLeft]);
-    if (call.weight.v) row(parameters)[b] = float(found[kWeighed]);
-    if (call.bias.v) row(parameters + 1)[b] = float(found[kBiasWeighed]);
   }
-  for (int k = 0; k < parameters * (call.weight.v ? 2 : 1); ++k) row(k)[call.B + 1] = 1.f;
+  for (int k = 0; k < (call.db ? 2 : 1); ++k) row(k)[call.B + 1] = 1.f;
 }
 
 const Kernel* kernel_of(const std::string& name, bool bfloat16) {

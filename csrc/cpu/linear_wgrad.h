@@ -5,12 +5,6 @@
 
 namespace gnsfast::cpu {
 
-// Adam's: P = 1 / (sqrt(v) s + eps); v has the gradient's shape, and is null without a metric.
-struct Metric {
-  const float* v;
-  float s, eps;
-};
-
 struct LinearWgrad {
   Side left, right;        // of dW = leftᵀ right
   bool bfloat16;           // else float32
@@ -22,8 +16,7 @@ struct LinearWgrad {
   int64_t row_step, column_step;  // of dw: to the next column of left, of right
   float* db;               // or null
   bool bias_of_right;      // whether db is the sum of right's rows, else of left's
-  Metric weight, bias;
-  float* rows;             // [weight, bias, both again under the metric; B + 2]
+  float* rows;             // [weight, bias; B + 2]
   int64_t row_stride;
   Team team;
 };

@@ -94,7 +94,7 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
   const int tokens = chunk.tokens / chunk.samples;
   auto* square = reinterpret_cast<Doubles*>(sums.squares);
   Doubles total[kGroups] = {};
-  const bool single = tokens == 1 && chunk.samples > 1 && !sums.root;
+  const bool single = tokens == 1 && chunk.samples > 1;
   if (single) {  // the loop below takes three times as long for it
     for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
       for (int g = 0; g < kGroups; ++g) {
@@ -122,10 +122,6 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
       total[g] += sum[g];
       square[sample * kSquares / kFew] += sum[g] * sum[g];
     }
-    for (int k = 0; sums.root && k < kWidth; ++k) {
-      const double weighed = sum[k / kFew][k % kFew] * sums.root[column + k];
-      sums.weighed[chunk.sample + sample] += weighed * weighed;
-    }
   }
   for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
 }
@@ -133,14 +129,11 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
 // Of the tiles that a chunk completes. Vectors, as one number for each tile costs short samples more
 // than their product.
 struct Squares {
-  Wide sample = {}, total = {}, sample_weighed = {}, total_weighed = {};
+  Wide sample = {}, total = {};
 
   void note(Work& work, int block, const Chunk& chunk) const {
-    double *const squares = work.found(block, kWeight), *const weighed = work.found(block, kWeighed);
-    const int64_t all = work.call.B;
+    double* const squares = work.found(block, kWeight);
     squares[chunk.sample] += sum_of(sample);
-    squares[all] += sum_of(total);
-    if (weighed) weighed[chunk.sample] += sum_of(sample_weighed);
-    if (weighed) weighed[all] += sum_of(total_weighed);
+    squares[work.call.B] += sum_of(total);
   }
 };

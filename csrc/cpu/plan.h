@@ -36,8 +36,7 @@ struct Tile {
   float* dw;
   int64_t row_step, column_step;
   int columns;
-  float* part;            // of a long sample, from the chunks before
-  float* root = nullptr;  // √P, or null
+  float* part;  // of a long sample, from the chunks before
 };
 
 // Columns of left, which are rows of dW, and columns of right.
@@ -54,14 +53,13 @@ struct Grid {
 };
 
 // What a block finds for each sample, and after these for the sum of all.
-enum Found { kWeight, kLeft, kRight, kWeighed, kBiasWeighed, kFound };
+enum Found { kWeight, kLeft, kRight, kFound };
 
 // The sums of one side's columns in a block. Without ``total`` nobody wants them.
 struct Sums {
   double *total, *carried;  // of all samples; of a long one, from the chunks before
   double* squares;          // [samples of a chunk, kSquares]
-  double *found, *weighed;  // [B + 1]
-  const float* root;        // √P, or null
+  double* found;            // [B + 1]
   float* db;                // or null
   int columns;
 
@@ -77,7 +75,6 @@ struct Sums {
   void end(int64_t B) const {
     for (int k = 0; total && k < columns; ++k) {
       found[B] += total[k] * total[k];
-      if (root) weighed[B] += (total[k] * root[k]) * (total[k] * root[k]);
       if (db) db[k] = static_cast<float>(total[k]);
     }
   }
@@ -112,8 +109,7 @@ struct Work {
   bool parts = false;           // whether a sample has several
   int threads = 1;
   Grid grid = {};
-  std::vector<float> bias_root = {};   // with zeros up to a whole panel
-  int kinds = 1;                       // of Found: the first one, the first three, or all
+  int kinds = 1;                       // of Found: the first one, or all
   std::vector<double> all_found = {};  // [blocks, kinds, B + 1]
 
   double* found(int block, Found what) {
@@ -127,10 +123,6 @@ inline int count(int64_t size, int64_t from, int most) {
 }
 
 inline int times(int64_t size, int64_t part) { return static_cast<int>((size + part - 1) / part); }
-
-inline float root_of(const Metric& metric, int64_t k) {
-  return 1 / std::sqrt(std::sqrt(metric.v[k]) * metric.s + metric.eps);
-}
 
 // Whole panels, but for the last ones of each side.
 inline Block block_of(const Work& work, int index) {
@@ -234,9 +226,7 @@ inline Sums sums_of(Work& work, int index, bool left, double* memory) {
   sums.carried = sums.total + times(sums.columns, width) * width;
   std::fill(sums.squares, sums.carried, 0.0);
   sums.found = work.found(index, left ? kLeft : kRight);
-  sums.weighed = work.found(index, kBiasWeighed);
   if (bias) sums.db = call.db + first;
-  if (bias && call.bias.v) sums.root = work.bias_root.data() + first;
   return sums;
 }
 
@@ -251,18 +241,12 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
     products += chunk.tokens * call.left.N * call.right.N;
   }
   work.threads = call.team.for_work(products / kEnough);
-  // Short samples come back to a block's part of dW after few products, and the metric has as much.
-  const bool dw_cached = work.samples == 1 && (work.tokens < kShort || call.weight.v);
+  // Short samples come back to a block's part of dW after few products.
+  const bool dw_cached = work.samples == 1 && work.tokens < kShort;
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
-  if (call.db || closed) work.kinds = kRight + 1;
-  if (call.weight.v) work.kinds = kFound;
+  if (call.db || closed) work.kinds = kFound;
   work.all_found.assign(int64_t{work.grid.blocks()} * work.kinds * (call.B + 1), 0.0);
-  if (call.bias.v) {
-    const int64_t N = call.bias_of_right ? call.right.N : call.left.N;
-    work.bias_root.assign(N + std::max(kernel.rows, kernel.columns), 0.f);
-    for (int64_t k = 0; k < N; ++k) work.bias_root[k] = root_of(call.bias, k);
-  }
   return work;
 }
 

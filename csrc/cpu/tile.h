@@ -54,8 +54,7 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
     }
     return;
   }
-  Vector sample[kVectors] = {}, sample_weighed[kVectors] = {};
-  Vector total[kVectors] = {}, total_weighed[kVectors] = {};
+  Vector sample[kVectors] = {}, total[kVectors] = {};
 #pragma GCC unroll 16
   for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 4
@@ -67,17 +66,10 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
       store(to, sum);
       sample[v] += s[m][v] * s[m][v];
       if (chunk.final) total[v] += sum * sum;
-      if (a.root) {
-        const Vector root = load(a.root + m * kColumns + v * kLanes);
-        sample_weighed[v] += (s[m][v] * root) * (s[m][v] * root);
-        if (chunk.final) total_weighed[v] += (sum * root) * (sum * root);
-      }
     }
   }
   add(squares.sample, sample);
   if (chunk.final) add(squares.total, total);
-  if (a.root) add(squares.sample_weighed, sample_weighed);
-  if (a.root && chunk.final) add(squares.total_weighed, total_weighed);
 }
 
 // ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
@@ -99,20 +91,9 @@ void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
   if (chunk.last) each([](float& in_dw, float copy) { in_dw = copy; });
 }
 
-// √P of a tile whose first element is ``first``, with zeros up to kColumns.
-inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile& tile) {
-  for (int m = 0; m < rows; ++m) {
-    for (int k = 0; k < kColumns; ++k) {
-      const bool inside = k < tile.columns;
-      const int64_t at = first + m * tile.row_step + k * tile.column_step;
-      tile.root[m * kColumns + k] = inside ? root_of(metric, at) : 0.f;
-    }
-  }
-}
-
 // A thread's memory, cut up.
 struct Memory {
-  float *left_panels, *right_panels, *parts, *roots;
+  float *left_panels, *right_panels, *parts;
   float* panel;                    // whose tokens are added, if the packed ones hold no numbers
   double *left_sums, *right_sums;  // squares, total, carried
   size_t bytes;
@@ -126,7 +107,6 @@ inline Memory memory_of(const Work& work, char* memory) {
   cut.take(m.left_panels, tall * work.tokens);
   cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
   cut.take(m.parts, work.parts ? tall * wide : 0);
-  cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
   cut.take(m.panel, kColumns * (work.tokens + 1));
   cut.take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
   cut.take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
@@ -197,10 +177,6 @@ void walk(Work& work, int index, char* memory) {
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
           tile.right_step = right.stride_t;
-        }
-        if (call.weight.v) {
-          tile.root = at.roots + beside;
-          if (chunk.first && !chunk.resume) fill_root(call.weight, first, rows, tile);
         }
         const bool whole = columns == kColumns && call.column_step == 1;
         with_rows(rows, [&](auto m) {

@@ -26,6 +26,8 @@ PLAIN_EVERY = 8
 """Every eighth step runs without statistics. The difference of the medians is their cost."""
 WARM_UP = 5
 CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
+MICRO_BATCHES = 4
+"""In so many a step is split where other noise scales are measured."""
 
 
 @dataclass(frozen=True)
@@ -189,22 +191,30 @@ class Demo:
             loss = tiny_gpt.loss_of(self.model, batch)
             loss.backward()
         else:
-            with self.gns.microbatch(len(batch)):
-                loss = tiny_gpt.loss_of(self.model, batch)
-                loss.backward()
-            self.gns.update()
+            loss = self._measured(self.gns, batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def _measured(self, gns: gnsfast.GradientNoiseScale, batch: torch.Tensor) -> torch.Tensor:
+        """A measured update; returns its loss. Other metrics compare its micro-batches."""
+        parts = batch.chunk(MICRO_BATCHES) if self.options.metrics else [batch]
+        total = torch.zeros(())
+        for part in parts:
+            share = len(part) / len(batch)
+            with gns.microbatch(len(part), scale=share):
+                loss = tiny_gpt.loss_of(self.model, part) * share
+                loss.backward()
+            total += loss.detach()
+        gns.update()
+        return total
 
     def check(self, tick: Callable[[float], None]) -> Check:
         """Measure the frozen model both ways; ``tick`` gets the share that is done."""
         gns = self._estimator()
         for _ in range(CHECK_BATCHES):
             batch = self.draw(self.options.samples)
-            with gns.microbatch(len(batch)):
-                tiny_gpt.loss_of(self.model, batch).backward()
-            gns.update()
+            self._measured(gns, batch)
             self.model.zero_grad()
 
         samples, done = self.draw(CHECK_SAMPLES).split(1), 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures p and q of an update under Adam's metric, which is the diagonal
-P = 1 / (√(v / (1 - beta2^t)) + eps) of the optimizer's last step.
+"""Measures p and q of an update under Adam's metric, which is the diagonal P = 1 / (√v s + eps) of
+the optimizer's last step t, with s = 1 / √(1 - beta2^t).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,165 +9,139 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnsfast import reference
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.micro_batch_noise import (
+    MicroBatchSide,
+    scalars_of_pass,
+    trained,
+    weights_of_units,
+)
 from gnsfast.estimator.records import Pass, Update, Window
-from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.estimator.side import Block, Setup
 from gnsfast.following import Facts
 from gnsfast.noise_scale import loss_factors, summarize_adam
-from gnsfast.reference import metric_sqnorm
-from gnsfast.tensors import is_dtensor, local_part, whole
+from gnsfast.tensors import accumulate_dtype
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-ONE = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-"""s and eps of a parameter without a v, whose numbers are not used."""
-
-
-class AdamMetric(Side):
-    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over all parameters that have norms.
+class AdamMetric(MicroBatchSide):
+    """Σ_k ‖g_k‖²_P and ‖Σ_k g_k‖²_P of an update's micro-batches k, over all trained parameters.
 
     It uses the v of the beginning of the update. If a parameter gets a gradient but has no v, as
     before the optimizer's first step, the numbers of the update are NaN.
-
-    Under FSDP2 the backward pass needs all of v. The first micro-batch of a measured update gathers
-    it from the processes, and each keeps it, 4 bytes a parameter, until ``update()``.
     """
 
-    name, width = "adam", 2
+    name, width = "adam", 3
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self._optimizer, self._local = setup.settings.optimizer, setup.settings.local
-        parameters: dict[str, Any] = setup.slab.parameters
-        self._names = {p: name for name, p in parameters.items()}
-        self._sharded = {p for p in self._names if is_dtensor(p)}
-        self._group_of = _parameter_groups(self._optimizer, self._names)
+        super().__init__(setup, trained(setup.model))
+        self._optimizer = setup.settings.optimizer
+        self._group_of = _parameter_groups(self._optimizer, self.parameters)
+        self._moments: dict[str, Tensor] = {}
         self._constants: dict[str, Tensor] = {}
-        self._moments: dict[nn.Parameter, Tensor] = {}
-        self._gathered: dict[nn.Parameter, Tensor] = {}  # those of sharded parameters, whole
         self._marks: list[Any] = []
+        self._sqnorms: dict[torch.device, Tensor] = {}  # of the open pass
 
     def open(self, block: Block) -> Mapping[str, Facts]:
-        first, found = not block.before, {p: self._moment(p, n) for p, n in self._names.items()}
-        moments = {p: v for p, v in found.items() if v is not None}
-        if first:
+        found = {name: self._moment(name) for name in self.parameters}
+        moments = {name: v for name, v in found.items() if v is not None}
+        if not block.before:
             self._moments, self._marks = moments, self._mark(moments)
+            self._constants = self._constants_of(moments)
         self._refuse_step(moments)
-        if not moments:
-            return {}
-        if self._sharded:
-            if first or self._local:
-                self._gathered = {p: whole(v) for p, v in moments.items() if p in self._sharded}
-            moments = moments | self._gathered
-        constants, of_name = self._constants_of(moments), {self._names[p]: p for p in moments}
-        asked = {}
-        for leaf in self.setup.slab.followed.leaves:
-            if (p := of_name.get(leaf.name)) is not None:
-                asked[leaf.name] = Facts(v=moments[p], constants_12=constants[leaf.name])
-            else:
-                asked[leaf.name] = Facts(constants_12=ONE.to(leaf.parameter.device))
-        return asked
+        self._sqnorms = {}
+        return {}
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        found = self._sqnorm(name, grad)
+        self._sqnorms[grad.device] = self._sqnorms.get(grad.device, 0.0) + found
+
+    def _sqnorm(self, name: str, grad: Tensor) -> Tensor:
+        """Σ P g² of a parameter's gradient, float64; NaN without a v."""
+        if (v := self._moments.get(name)) is None:
+            return torch.full((), torch.nan, dtype=torch.float64, device=grad.device)
+        return metric_sqnorm(grad, v, self._constants[name])
 
     def passed(self) -> list[Tensor]:
-        return self.setup.slab.sums(measure=1)
+        return [*self._sqnorms.values()]
 
-    def leave_out(self, names: Sequence[str]) -> None:
-        for p in [p for p, name in self._names.items() if name in names]:
-            del self._names[p]
-            self._moments.pop(p, None)
-        self._marks = self._mark(self._moments)
-
-    def finish(
-        self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None
-    ) -> Tensor | None:
-        self._gathered = {}
-        idle = set.intersection(*(each.idle for each in passes))
-        if any(p not in self._moments and name not in idle for p, name in self._names.items()):
-            return torch.full((), torch.nan, dtype=torch.float64)
-        if by_probe:
-            return None
+    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Tensor:
+        self._refuse_alone(len(passes))
         self._refuse_step(self._moments)
         q = torch.zeros((), dtype=torch.float64, device=self.setup.device)
-        constants = self._constants_of(self._moments)
-        for p, v in self._moments.items():
+        for name, p in self.parameters.items():
             if p.grad is not None:
-                constants_2 = constants[self._names[p]][0]
-                found = metric_sqnorm(local_part(p.grad.detach()), local_part(v), constants_2)
+                found = self._sqnorm(name, p.grad.detach().to_dense())
                 q += (found / self.setup.processes.copies(p.grad)).to(q.device)
         return q
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
-        metric_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        p_and_squares = torch.zeros(2, dtype=torch.float64, device=device)
         for each in update.passes:
-            for t in each.left[self.name]:
-                own = t[:, :2].sum(0).to(device)
-                metric_2 += loss_factors.without_scale(own, each.loss_scale)
-        if (q := update.left[self.name]) is None:  # the probes have it
-            return metric_2
-        q = loss_factors.without_scale(q.to(device), update.loss_scale)
-        p = metric_2[0] + 0.0 * q  # NaN where a v is missing
-        return torch.stack([p, q * self.setup.processes.divisor**2])
+            for found in each.left[self.name]:
+                p_and_squares[0] += loss_factors.without_scale(found.to(device), each.loss_scale)
+            p_and_squares[1] += scalars_of_pass(each, self.setup.settings, device)[4].square()
+        q = loss_factors.without_scale(update.left[self.name].to(device), update.loss_scale)
+        p, squares = p_and_squares.unbind()
+        return torch.stack([p, q * self.setup.processes.divisor**2, squares])
 
     def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
-        return {"adam": summarize_adam(numbers, window.scalars, self._local, (), decay)}
+        scalars = weights_of_units(window.scalars, numbers[:, 2:])
+        return {"adam": summarize_adam(numbers[:, :2], scalars, decay)}
 
-    def _moment(self, p: nn.Parameter, name: str) -> Tensor | None:
+    def _moment(self, name: str) -> Tensor | None:
         """v of a parameter, or None before the optimizer's first step."""
+        p = self.parameters[name]
         state = self._optimizer.state.get(p)
         if not state:
             return None
-        key = "max_exp_avg_sq" if self._group_of[p]["amsgrad"] else "exp_avg_sq"
+        key = "max_exp_avg_sq" if self._group_of[name]["amsgrad"] else "exp_avg_sq"
         v = state.get(key)
         if not isinstance(v, Tensor) or "step" not in state:
             raise ValueError(
                 f"The optimizer's state of {name} has no {key} and step, but {sorted(state)}. "
                 "metric='adam' reads the state of torch.optim.Adam and AdamW."
             )
-        plain = type(v) is Tensor
-        if p in self._sharded:
-            plain = is_dtensor(v) and _placed(v) == _placed(p) and type(local_part(v)) is Tensor
-        if not plain or v.dtype not in FLOATS or v.shape != p.shape or v.device != p.device:
+        fits = v.shape == p.shape and v.device == p.device
+        if type(v) is not Tensor or v.dtype not in FLOATS or not fits:
             raise ValueError(
                 f"The optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
                 f"{list(v.shape)} on {v.device}. metric='adam' needs a plain floating-point tensor "
-                "of the parameter's shape, device and sharding, so 8-bit and offloaded optimizers "
-                "do not work."
+                "of the parameter's shape and device, so 8-bit and offloaded optimizers do not "
+                "work."
             )
         return v
 
-    def _constants_of(self, moments: Mapping[Any, Tensor]) -> dict[str, Tensor]:
-        """s and eps [1, 2] of each parameter that has a v, always in the same memory. They are
-        computed on the device that holds the optimizer's step count, so nothing waits for it.
+    def _constants_of(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """s and eps [2] of each parameter that has a v. They are computed on the device that holds
+        the optimizer's step count, so nothing waits for it.
         """
         by_device: dict[Any, list[tuple[str, Tensor, Any, float]]] = {}
-        for p in moments:
-            step, group = torch.as_tensor(self._step(p)), self._group_of[p]
-            of_row = self._names[p], step, group["betas"][1], group["eps"]
-            by_device.setdefault((step.device, p.device), []).append(of_row)
+        for name, v in moments.items():
+            step, group = torch.as_tensor(self._step(name)), self._group_of[name]
+            of_row = name, step, group["betas"][1], group["eps"]
+            by_device.setdefault((step.device, v.device), []).append(of_row)
         found: dict[str, Tensor] = {}
         for (where, to), rows in by_device.items():
             names, steps, betas, eps = zip(*rows)
             t, beta2 = torch.stack(steps).double().flatten(), _numbers(betas, where)
             values_R2 = torch.stack([(1 - beta2**t).rsqrt(), _numbers(eps, where)], 1)
-            for name, value_12 in zip(names, values_R2.to(to, non_blocking=True).split(1)):
-                own = self._constants.setdefault(name, torch.empty_like(value_12))
-                found[name] = own.copy_(value_12)
+            found |= dict(zip(names, values_R2.to(to, non_blocking=True).unbind()))
         return found
 
-    def _step(self, p: nn.Parameter) -> Any:
-        return self._optimizer.state[p]["step"]
+    def _step(self, name: str) -> Any:
+        return self._optimizer.state[self.parameters[name]]["step"]
 
-    def _mark(self, moments: Mapping[nn.Parameter, Tensor]) -> list[Any]:
-        steps = [self._step(p) for p in moments]
+    def _mark(self, moments: Mapping[str, Tensor]) -> list[Any]:
+        steps = [self._step(name) for name in moments]
         counts = [t._version if isinstance(t, Tensor) else t for t in steps]
         return [(id(v), v._version, count) for v, count in zip(moments.values(), counts)]
 
-    def _refuse_step(self, moments: Mapping[nn.Parameter, Tensor]) -> None:
-        """Raise if the optimizer has stepped, because the whole update must use one v. With
-        ``local`` each pass is measured by itself, so there is nothing to compare.
-        """
-        if not self._local and self._mark(moments) != self._marks:
+    def _refuse_step(self, moments: Mapping[str, Tensor]) -> None:
+        """Raise if the optimizer has stepped, because the whole update must use one v."""
+        if self._mark(moments) != self._marks:
             raise ObservationError(
                 "The optimizer has stepped since the first micro-batch of the update, so its "
                 "second moments are no longer those of the measured norms. Call gns.update() "
@@ -175,16 +149,43 @@ class AdamMetric(Side):
             )
 
 
-def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
+def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
+    """Σ P g², a float64 scalar; ``constants_2`` holds s and eps. g is multiplied by √P before it is
+    squared, because its square alone might underflow. One part of ``g`` is copied at a time.
+    """
+    acc = accumulate_dtype(g.dtype)
+    s, eps = constants_2.to(acc).unbind()
+    g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
+    rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
+    scratch = torch.empty_like(g_RN[:rows], dtype=acc)
+    found = []
+    for own_g, own_v in zip(g_RN.split(rows), v_RN.split(rows)):
+        root = torch.sqrt(own_v.to(acc), out=scratch[: len(own_v)]).mul_(s).add_(eps).rsqrt_()
+        found.append(reference.sqnorm(root.mul_(own_g)))
+    return torch.stack(found).sum()
+
+
+WEIGHED = 1 << 17
+"""So many elements of a gradient are multiplied by √P at a time on the CPU, in one scratch tensor,
+because fresh memory would cost more than the square roots.
+"""
+
+WEIGHED_CUDA = 1 << 25
+"""The same on a GPU, where each piece costs a few launches. It is 128 MiB beside the gradient."""
+
+
+def _parameter_groups(
+    optimizer: Any, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Any]]:
     """The optimizer's group of each parameter. Raises if the optimizer is not Adam."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(
             f"{kind} spreads the second moments over processes, but metric='adam' needs each "
-            "process's own. Use torch.optim.AdamW under DistributedDataParallel or fully_shard."
+            "process's own. Use torch.optim.AdamW under DistributedDataParallel."
         )
     held = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for p, name in names.items():
+    for name, p in parameters.items():
         if p not in held:
             raise ValueError(
                 f"{name} is not among the optimizer's parameters. Give GradientNoiseScale the "
@@ -195,12 +196,7 @@ def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict
                 f"metric='adam' needs torch.optim.Adam or AdamW (betas, eps, amsgrad), but {name} "
                 f"is trained by {kind}"
             )
-    return {p: held[p] for p in names}
-
-
-def _placed(t: Any) -> Any:
-    """How a DTensor is spread."""
-    return t.device_mesh, t.placements
+    return {name: held[p] for name, p in parameters.items()}
 
 
 def _numbers(values: Sequence[Any], where: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnsfast.estimator.micro_batch_noise import scalars_of_pass
 from gnsfast.estimator.records import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
@@ -19,8 +20,8 @@ class Factors(NamedTuple):
 
     For p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
     ĝ², and G² is ``q_square`` ĝ² - ``p_square`` p, both without bias. ĝ is ``mean`` times
-    ``.grad``. It is ``total`` / Σ u times the sum of which the first half of the samples has
-    ``half`` / Σ u. ``known`` says that there are two samples, and that each half has one.
+    ``.grad``. It is ``total`` / Σ u times the sum of which the first half of the micro-batches has
+    ``half`` / Σ u. ``known`` says that each half has one.
     """
 
     samples: Tensor
@@ -37,37 +38,26 @@ class Factors(NamedTuple):
 
 def factors(
     passes: list[Pass],
-    first_sample: Callable[[int], int],
+    in_first_half: Callable[[int], bool],
     loss_scale: Tensor | None,
     s: Settings,
     processes: Processes,
     device: torch.device,
 ) -> Factors:
-    """The factors of the update's ``passes``, summed over processes. The first half holds every
-    second sample of pass k, from ``first_sample(k)`` on. With noise from micro-batches it holds the
-    passes where that is 0. ``.grad`` has the factor ``loss_scale``.
+    """The factors of the update's ``passes``, summed over processes. ``in_first_half`` says of the
+    number of a pass whether the first half holds it. ``.grad`` has the factor ``loss_scale``.
     """
     scalars = []
     for k, each in enumerate(passes):
-        tokens, first = each.tokens, first_sample(k)
-        own = loss_factors.block_scalars(
-            *(each.num_samples, each.passes, tokens, each.divided * each.scale),
-            *(s.loss_reduction, s.local, device),
-        )
-        if s.micro_batches:
-            half = own.new_tensor(1.0 - first)
-        elif isinstance(tokens, Tensor):
-            lengths = tokens.to(device, torch.float64, non_blocking=True)
-            half = lengths[first::2].sum() / lengths.sum()
-        else:
-            half = own.new_tensor(len(range(first, each.num_samples, 2)) / each.num_samples)
-        scalars.append(torch.cat([own, torch.stack([half * own[4], own[4].square()])]))
+        own = scalars_of_pass(each, s, device)
+        half = own[4] if in_first_half(k) else torch.zeros_like(own[4])
+        scalars.append(torch.cat([own, torch.stack([half, own[4].square()])]))
     summed = torch.stack(scalars).sum(0)
     if processes.world > 1:
         dist.all_reduce(summed, group=s.group)
-    of = loss_factors.coefficients(summed[None, :-2], s.local)
+    of = loss_factors.coefficients(summed[None, :-2], local=False)
     total, half, weight = summed[4], summed[-2], summed[5]  # of C times mean length's square
-    v, u2 = of.v[0], summed[-1] if s.micro_batches else of.u2[0]
+    v, u2 = of.v[0], summed[-1]
     rest = v - u2
     added, left = (
         total.new_ones(()) if scale is None else scale.to(device, torch.float64)

@@ -3,63 +3,38 @@
 ``noise_scale.dual_norms`` has the mathematics.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from gnsfast.combinations import SIGN, SPECTRAL
-from gnsfast.eager import EAGER
-from gnsfast.errors import ObservationError
 from gnsfast.estimator.dual_factors import Factors, factors
-from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
-from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
+from gnsfast.estimator.micro_batch_noise import MicroBatchSide, trained
 from gnsfast.estimator.records import Pass, Update, Window
-from gnsfast.estimator.side import Block, Setup, Side
+from gnsfast.estimator.side import Block, Setup
 from gnsfast.following import Facts
-from gnsfast.functional import Grams, Halves, Squares
-from gnsfast.noise_scale import (
-    NUMBERS,
-    dual_norms,
-    summarize_dual,
-)
-
-MOST_ALONE = 2
-"""So many updates in a row may have a single pass, and are skipped, as at the end of an epoch."""
+from gnsfast.noise_scale import NUMBERS, dual_norms, summarize_dual
+from gnsfast.parallel import parameters_at_rest
+from gnsfast.tensors import accumulate_dtype
 
 
-class DualNorm(Side):
-    """The measurement in one dual norm, and V, the running mean of C."""
+class DualNorm(MicroBatchSide):
+    """The measurement in one dual norm, and V, the running mean of C.
+
+    Each micro-batch adds its gradient to two sums of a parameter: that of the second moments, and
+    that of every second micro-batch's gradient.
+    """
 
     name = "sign"
-    feature = SIGN
-    needs = "None is trained. Leave metric='sign' out."
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        settings, on, names = setup.settings, setup.processes, setup.slab.parameters
-        self._settings, self._processes = settings, on
-        self._samples_alone = not settings.micro_batches
-        measured = names if self._samples_alone else trained(setup.model)
-        self.parameters = measurable(setup.model, measured, self.feature, settings)
-        self._refuse_none()
-        self.left_out = tuple(n for n in names if n not in self.parameters)
-        shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
-        self._holdings = self._hold(shaped, on, settings.group)
-        arriving = {} if self._samples_alone else self.parameters
-        self._arrivals, self._first_half = Arrivals(arriving, self._arrived), False
-        self._release: Callable[[], object] = int  # there is nothing to release
-        self._has_compared = False  # whether an update had units to compare
-        self._alone = 0  # updates in a row that had none
-        self._moments: dict[str, Tensor] = {}
-        for name, holding in self._holdings.items():
-            if (part := holding.part(holding.zeros(holding.shape))) is not None:
-                self._moments[name] = part
+        super().__init__(setup, self._measurable(setup))
+        self.left_out = tuple(n for n in setup.slab.parameters if n not in self.parameters)
+        self._adds_to_half = False
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._moments = {n: self._zeros(p, self._shape(p)) for n, p in self.parameters.items()}
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
 
@@ -67,24 +42,13 @@ class DualNorm(Side):
     def width(self) -> int:  # type: ignore[override]
         return NUMBERS * len(self.parameters)
 
-    def _refuse_none(self) -> None:
-        if not self.parameters:
-            raise ValueError(f"No parameter has {self.feature}. {self.needs}")
-
-    def leave_out(self, names: Sequence[str]) -> None:
-        """Measure single samples of some parameters no more."""
-        for name in names if self._samples_alone else ():
-            for of in (self.parameters, self._holdings, self._moments):
-                of.pop(name, None)
-        if self._samples_alone:
-            self.left_out = tuple(n for n in self.left_out if n not in names)
-            self._refuse_none()
+    def _measurable(self, setup: Setup) -> Mapping[str, nn.Parameter]:
+        """The parameters that have the dual norm: all that are trained."""
+        return trained(setup.model)
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         """The shape of a parameter's second moments."""
         return p.shape
-
-    _sink: Callable[..., Any] = Squares
 
     @staticmethod
     def _add(moments: Tensor, grad: Tensor) -> None:
@@ -92,111 +56,74 @@ class DualNorm(Side):
         moments.addcmul_(grad, grad)
 
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
-    _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
-    _hold: Callable[..., Held] = staticmethod(held)
+    _numbers: Callable[[dual_norms.Parts], Tensor] = staticmethod(dual_norms.sign_numbers)
 
-    def _first_sample(self, passes: int) -> int:
-        """Passes take turns, so that both halves get samples even if each pass has only one."""
-        return (passes + self.setup.rank) % 2
+    @staticmethod
+    def _zeros(p: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=accumulate_dtype(p.dtype), device=p.device)
+
+    def _in_first_half(self, number: int) -> bool:
+        """Whether the first half of the micro-batches holds a pass of this process. Processes begin
+        with different halves, so that both get one even if each process has a single pass.
+        """
+        return (number + self.setup.rank) % 2 == 0
 
     def open(self, block: Block) -> dict[str, Facts]:
-        """Where each parameter adds its sums. The first pass forgets those of the last update."""
-        first_sample = self._first_sample(block.before)
-        self._first_half = not first_sample
-        found = {}
-        for holding in () if block.before else self._holdings.values():
-            holding.forget()
-        for name, holding in self._holdings.items() if self._samples_alone else ():
-            halves = Halves(partial(begun, [holding], 1), first_sample, self.feature)
-            found[name] = Facts(second=(self._sink(partial(begun, [holding], 0)), halves))
-        return found
+        """The first pass forgets the sums of the last update."""
+        self._adds_to_half = self._in_first_half(block.before)
+        if not block.before:
+            self._sums = {}
+        return {}
 
-    def start(self) -> None:
-        """If the modules of a compiled model add to sums, it runs in eager mode until ``stop``,
-        because each update has new sums and would compile a new graph.
-        """
-        self._arrivals.start()
-        if self._samples_alone:
-            self._release = EAGER.hold(self)
-
-    def stop(self) -> None:
-        self._arrivals.stop()
-        self._release()
+    def _sums_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """The sums of a parameter. They take no memory before the first backward pass."""
+        if name not in self._sums:
+            p = self.parameters[name]
+            self._sums[name] = self._zeros(p, self._shape(p)), self._zeros(p, p.shape)
+        return self._sums[name]
 
     def _arrived(self, name: str, grad: Tensor) -> None:
-        """Add the gradient of a micro-batch to the sums of the update."""
-        holding = self._holdings[name]
-        moments = holding.begun(0)
+        moments, half = self._sums_of(name)
         whole = grad.to(moments.dtype)
         self._add(moments, whole)
-        if self._first_half:
-            holding.begun(1).add_(whole)
-
-    def passed(self) -> None:
-        """Sum over processes what the pass left of sharded parameters."""
-        self._keep(by_pass=True)
-
-    def _keep(self, by_pass: bool) -> None:
-        """Sum over processes what backward has left: with ``by_pass`` for the parameters that need
-        this after each pass, else for all others.
-        """
-        for holding in self._holdings.values():
-            if holding.by_pass == by_pass:
-                holding.keep()
+        if self._adds_to_half:
+            half += whole
 
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Tensor:
         """This process's share of the numbers of the update, [P NUMBERS]. They are NaN, and V stays
-        as it was, if there are too few samples or a number is not finite, as after an overflow.
+        as it was, if there are too few passes or a number is not finite, as after an overflow.
         """
         self._refuse_alone(len(passes))
-        where = self._settings, self._processes, self.setup.device
-        of = factors(passes, self._first_sample, loss_scale, *where)
-        self._keep(by_pass=False)
-        here = self._samples.device
+        s, on, here = self.setup.settings, self.setup.processes, self._samples.device
+        of = factors(passes, self._in_first_half, loss_scale, s, on, self.setup.device)
         of = Factors(*(t.to(here) for t in of))
-        kept = {name: holding.take() for name, holding in self._holdings.items()}
         lost = torch.zeros((), dtype=torch.float64, device=here)
-        for t in chain.from_iterable(kept.values()):
-            lost += ~t.sum(dtype=torch.float64).isfinite().to(here)
-        if self._processes.world > 1:
-            dist.all_reduce(lost, group=self._settings.group)
+        for name, p in self.parameters.items():
+            for t in self._sums_of(name):
+                if on.world > 1:
+                    dist.all_reduce(t, group=s.group)
+                lost += ~t.sum(dtype=torch.float64).isfinite().to(here)
+            lost += ~_grad(p).sum(dtype=torch.float64).isfinite().to(here)
+        if on.world > 1:
+            dist.all_reduce(lost, group=s.group)
         known = of.known & (lost == 0)
         # A mean over all updates at first, then over about the last ``window``.
-        total = self._samples * (1 - 1 / self._settings.window) + of.samples
+        total = self._samples * (1 - 1 / s.window) + of.samples
         share = torch.where(known, of.samples / total, 0.0)
         numbers = []
-        for name, holding in self._holdings.items():
-            if name not in self._moments:
-                numbers.append(of.samples.new_zeros(NUMBERS))
-                continue
-            moment = self._moments[name]
+        for name, moment in self._moments.items():
             of_device = (t.to(moment.device, non_blocking=True) for t in (known, share, *of))
             ok, part, *own_factors = of_device
-            parts = self._parts(Factors(*own_factors), *kept.pop(name))
+            sums, grad = self._sums.pop(name), _grad(self.parameters[name])
+            parts = self._parts(Factors(*own_factors), *sums, grad)
             new, *others = (torch.where(ok, t, 0.0) for t in parts)
             before = moment.clone()
             moment += part.to(moment.dtype) * (new - moment)
             own = dual_norms.Parts(before, moment, new, *others)
-            numbers.append(self._numbers(own, holding.total).to(here) * holding.share)
+            numbers.append(self._numbers(own).to(here) / on.world)
         usable = known & (self._samples > 0)
         self._samples.copy_(torch.where(known, total, self._samples))
         return torch.where(usable, torch.cat(numbers), torch.nan).to(self.setup.device)
-
-    def _refuse_alone(self, passes: int) -> None:
-        """Raise if micro-batches should be compared but there is only one. After an update with
-        more of them this is not an error, as at the end of an epoch: the update is skipped.
-        """
-        several = passes * self._processes.world > 1
-        self._alone = 0 if several else self._alone + 1
-        few = self._alone > (MOST_ALONE if self._has_compared else 0)
-        if self._settings.micro_batches and few:
-            raise ObservationError(
-                "noise_from='micro_batches' compares the gradients of an update's backward "
-                "passes. This update had 1 pass on 1 process, and it takes 2 or more, better 4. "
-                "Accumulate gradients, with a gns.microbatch block for each pass, or use more "
-                "processes. noise_from='samples' measures a single pass."
-            )
-        self._has_compared |= several
 
     def _parts(self, of: Factors, p: Tensor, half: Tensor, grad: Tensor) -> list[Tensor]:
         """C and G² without bias, and the mean gradients, whole and of the halves."""
@@ -224,44 +151,48 @@ class DualNorm(Side):
         modules = [name.rpartition(".")[0] for name in self.parameters]
         own, left_out = numbers.unflatten(1, (-1, NUMBERS)), self.left_out
         found = summarize_dual(self.name, own, window.scalars, modules, left_out, decay)
-        units = "micro_batches" if self._settings.micro_batches else "samples"
-        return {self.name: replace(found, noise_from=units)}
+        return {self.name: found}
 
     def state(self, numbers: Tensor) -> dict[str, Any]:
-        """The running mean, whole and on the CPU."""
-        moments = {
-            name: holding.whole(self._moments.get(name)).to("cpu", copy=True)
-            for name, holding in self._holdings.items()
-        }
-        samples = self._samples.to("cpu", copy=True)
-        return {self.name: {"moments": moments, "samples": samples}}
+        """The running mean, on the CPU."""
+        moments = {name: moment.to("cpu", copy=True) for name, moment in self._moments.items()}
+        return {self.name: {"moments": moments, "samples": self._samples.to("cpu", copy=True)}}
 
     def load(self, state: dict[str, Any]) -> None:
         own = state[self.name]
         self._samples.copy_(own["samples"])
         self._has_compared = bool(own["samples"] > 0)
         for name, moment in self._moments.items():
-            part = self._holdings[name].part(own["moments"][name])
-            assert part is not None
-            moment.copy_(part)
+            moment.copy_(own["moments"][name])
 
 
 class SpectralNorm(DualNorm):
     """The measurement of matrices in the nuclear norm."""
 
     name = "spectral"
-    feature = SPECTRAL
-    needs = (
-        "Matrices have it, except for embeddings; with optimizer=... only those that it trains. "
-        "Leave metric='spectral' out."
-    )
-    _sink = Grams
     _square = staticmethod(dual_norms.gram)
-    _hold = staticmethod(held_by_matrix)
+    _numbers = staticmethod(dual_norms.spectral_numbers)
 
-    @staticmethod
-    def _numbers(of: dual_norms.Parts, total: Any) -> Tensor:
-        return dual_norms.spectral_numbers(of)
+    def _measurable(self, setup: Setup) -> Mapping[str, nn.Parameter]:
+        """The matrices in ``settings.matrices``, or all except for the weights of embeddings."""
+        looked_up, matrices = (nn.Embedding, nn.EmbeddingBag), setup.settings.matrices
+        modules = dict(setup.model.named_modules())
+        rows = {
+            id(p)
+            for name, p in parameters_at_rest(setup.model).items()
+            if isinstance(modules[name.rpartition(".")[0]], looked_up)
+        }
+        found = {
+            name: p
+            for name, p in trained(setup.model).items()
+            if p.ndim == 2 and (id(p) not in rows if matrices is None else p in matrices)
+        }
+        if not found:
+            raise ValueError(
+                "No parameter has a spectral noise scale. Matrices have it, except for embeddings; "
+                "with optimizer=... only those that it trains. Leave metric='spectral' out."
+            )
+        return found
 
     @staticmethod
     def _add(moments: Tensor, grad: Tensor) -> None:
@@ -269,3 +200,9 @@ class SpectralNorm(DualNorm):
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))
+
+
+def _grad(p: nn.Parameter) -> Tensor:
+    """``p.grad`` as a dense tensor, or zeros if there is none."""
+    grad: Tensor = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad

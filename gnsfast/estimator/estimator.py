@@ -59,12 +59,10 @@ class GradientNoiseScale:
             ``scale`` and ``grad_norm`` (of all stages together). Each saves its own state.
         metric: other noise scales to measure too, one name or several: ``"adam"``, under the
             metric of the optimizer (``compute().adam``); ``"sign"`` and ``"spectral"``, in the dual
-            norms of sign descent and of Muon (``compute().sign``, ``.spectral``).
+            norms of sign descent and of Muon (``compute().sign``, ``.spectral``). Their noise is
+            the spread of an update's backward passes on all processes, so an update needs two.
         optimizer: for ``"adam"`` the ``torch.optim.Adam`` or ``AdamW`` in use. For ``"spectral"``
             the optimizer of the matrices to measure, by default all but those of embeddings.
-        noise_from: whose differences are the noise in ``"sign"`` and ``"spectral"``: ``"samples"``,
-            or ``"micro_batches"``, an update's backward passes, which reach all trained parameters
-            (``DualNoiseScale``).
         groups: names of groups of samples, such as data domains. Each gets a noise scale of its own
             in ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
         keep_largest: how many samples with the largest gradients to keep of each update, for
@@ -110,7 +108,6 @@ class GradientNoiseScale:
         stages: "dist.ProcessGroup | None" = None,
         metric: str | Sequence[str] | None = None,
         optimizer: Any = None,
-        noise_from: str = "samples",
         groups: Sequence[str] = (),
         keep_largest: int = 0,
         unit: str = "sample",
@@ -125,7 +122,7 @@ class GradientNoiseScale:
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group, stages),
-            **measured(metric, optimizer, noise_from),
+            **measured(metric, optimizer),
             groups=ordered_names(groups),
             window=window,
             keep_largest=keep_largest,
@@ -387,8 +384,7 @@ class GradientNoiseScale:
         rare. (Weights that never had a gradient count with 1 / eps.)
 
         With ``metric="sign"`` and ``"spectral"`` the fields of these names are ``DualNoiseScale``
-        objects. A measured update waits for the device where matrices are decomposed. FSDP2 shares
-        the work, but sums are whole until a pass ends, and Adam's v until ``update()``.
+        objects. A measured update waits for the device where matrices are decomposed.
 
         Raises:
             ObservationError: if backward did not go through a module once for each micro-batch, or
@@ -445,10 +441,9 @@ class GradientNoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU. Call it between updates. They are the same on every process
-        of a stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"``
-        or ``"spectral"``, and on several processes with ``keep_largest``, it is a collective: all
-        processes must call it. An id of a sample that is neither a number nor text, nor a list or
-        tuple of these, is saved as its text.
+        of a stage, as ``torch.distributed.checkpoint`` expects. On several processes with
+        ``keep_largest`` it is a collective: all processes must call it. An id of a sample that is
+        neither a number nor text, nor a list or tuple of these, is saved as its text.
         """
         observer = self._settle()
         if observer.midway:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnsfast.following import Followed, unwrapped
+from gnsfast.following import unwrapped
+from gnsfast.tensors import is_dtensor
 
 
 def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
@@ -15,18 +16,18 @@ def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
 
     They are ``"spectral"`` for ``torch.optim.Muon`` and ``"sign"`` for any other optimizer, with
     ``"adam"`` for an Adam or AdamW that has stepped. A metric is left out if no parameter
-    supports it.
+    supports it, and so are all if parameters are sharded.
     """
     wanted: tuple[str, ...] = ("sign",)
     if isinstance(optimizer, torch.optim.Muon):
         wanted = ("spectral",)
     elif isinstance(optimizer, torch.optim.Adam) and optimizer.state:
         wanted = ("adam", "sign")
-    leaves = Followed.of(unwrapped(model)).structure.covered
-    matrices = any(leaf.parameter.ndim == 2 for leaf in leaves)
-    if not leaves or ("spectral" in wanted and not matrices):
+    parameters = [p for p in unwrapped(model).parameters() if p.requires_grad]
+    matrices = any(p.ndim == 2 for p in parameters)
+    if not parameters or any(map(is_dtensor, parameters)):
         return ()
-    return wanted
+    return wanted if matrices or "spectral" not in wanted else ()
 
 
 def optimizer_for(metric: str | Sequence[str] | None, optimizer: Any) -> Any:

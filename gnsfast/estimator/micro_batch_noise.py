@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments of gradients over micro-batches and processes, instead of single samples.
+"""Gradients of micro-batches and processes as they arrive, instead of those of single samples.
 
 The unit k is one backward pass of one process. Its gradient g_k = Σ u_b g_b, over its own samples,
 arrives at a parameter before it is added to ``.grad`` and averaged over processes. With U_k = Σ u_b
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnsfast import reference
-from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
+from gnsfast.combinations import MICRO_BATCHES, SHARDED, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
-from gnsfast.estimator.side import Side
+from gnsfast.estimator.side import Setup, Side
 from gnsfast.following import Leaf
+from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import parameters_at_rest
 from gnsfast.probing import ProbeSlab
 from gnsfast.tensors import accumulate_dtype, is_dtensor
@@ -85,29 +86,6 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def measurable(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], feature: str, settings: Settings
-) -> dict[str, nn.Parameter]:
-    """The parameters that have a dual norm: all. In the spectral norm these are the matrices in
-    ``settings.matrices``, or all matrices except for the weights of embeddings.
-    """
-    if feature != SPECTRAL:
-        return dict(parameters)
-    looked_up = (nn.Embedding, nn.EmbeddingBag)
-    modules, at_rest = dict(model.named_modules()), parameters_at_rest(model)
-    rows = {
-        id(p)
-        for name, p in at_rest.items()
-        if isinstance(modules[name.rpartition(".")[0]], looked_up)
-    }
-    return {
-        name: p
-        for name, p in parameters.items()
-        if p.ndim == 2
-        and (id(p) not in rows if settings.matrices is None else p in settings.matrices)
-    }
-
-
 class GradientSlab(ProbeSlab):
     """In the place of probes: the squared norm of the gradient that a micro-batch brings to each
     trained parameter, as it arrives.
@@ -160,7 +138,7 @@ class GradientSlab(ProbeSlab):
     def read(self) -> None:
         pass
 
-    def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
+    def _sums(self, leaves: list[Leaf]) -> Tensor:
         none = torch.zeros(3, dtype=torch.float64, device=leaves[0].parameter.device)
         return torch.stack([self._own.get(leaf.name, none) for leaf in leaves])
 
@@ -176,9 +154,60 @@ class GradientSlab(ProbeSlab):
         self._own = {}
 
 
-def weights_of_units(scalars: Tensor) -> Tensor:
-    """W in the place of U₂ in ``loss_factors.microbatch_scalars``."""
-    return torch.cat([scalars[:6], scalars[4:5].square(), torch.zeros_like(scalars[:1])])
+def scalars_of_pass(each: Pass, s: Settings, device: torch.device) -> Tensor:
+    """The scalars of the weights of a pass's samples, float64 [SCALARS]."""
+    return loss_factors.block_scalars(
+        *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
+        *(s.loss_reduction, s.local, device),
+    )
+
+
+def weights_of_units(scalars: Tensor, squares: Tensor) -> Tensor:
+    """The ``scalars`` [..., SCALARS] of weights with W, which is ``squares`` [..., 1], in the place
+    of U₂.
+    """
+    return torch.cat([scalars[..., :6], squares, torch.zeros_like(squares)], -1)
+
+
+MOST_ALONE = 2
+"""So many updates in a row may have a single pass, and are skipped, as at the end of an epoch."""
+
+
+class MicroBatchSide(Side):
+    """A side that compares the gradients which micro-batches bring to ``parameters``."""
+
+    def __init__(self, setup: Setup, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(setup)
+        self.parameters = parameters
+        self._arrivals = Arrivals(parameters, self._arrived)
+        self._has_compared = False  # whether an update had several to compare
+        self._alone = 0  # updates in a row that had none
+
+    def start(self) -> None:
+        self._arrivals.start()
+
+    def stop(self) -> None:
+        self._arrivals.stop()
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        """Take the gradient that a micro-batch brings to a parameter."""
+        raise NotImplementedError
+
+    def _refuse_alone(self, passes: int) -> None:
+        """Raise if an update of so many ``passes`` has a single gradient, which there is nothing to
+        compare with. After an update with several this is no error, as at the end of an epoch: the
+        update is skipped.
+        """
+        several = passes * self.setup.processes.world > 1
+        self._alone = 0 if several else self._alone + 1
+        if self._alone > (MOST_ALONE if self._has_compared else 0):
+            raise ObservationError(
+                f"metric={self.name!r} compares the gradients of an update's backward passes. This "
+                "update had 1 pass on 1 process, and it takes 2 or more, better 4. Accumulate "
+                "gradients, with a gns.microbatch block for each pass, use more processes, or "
+                f"leave metric={self.name!r} out."
+            )
+        self._has_compared |= several
 
 
 class MicroBatches(Side):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnsfast.estimator.fingerprint import rewritten
-from gnsfast.estimator.micro_batch_noise import weights_of_units
+from gnsfast.estimator.micro_batch_noise import scalars_of_pass, weights_of_units
 from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
@@ -155,11 +155,10 @@ class Numbers:
         )
 
     def _scalars(self, each: Pass) -> Tensor:
-        found = loss_factors.block_scalars(
-            *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-            *(self._settings.loss_reduction, self._settings.local, self.device),
-        )
-        return weights_of_units(found) if self._settings.by_gradients else found
+        found = scalars_of_pass(each, self._settings, self.device)
+        if not self._settings.by_gradients:
+            return found
+        return weights_of_units(found, found[4:5].square())
 
     def _vector(self, values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)

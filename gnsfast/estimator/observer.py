@@ -387,10 +387,9 @@ class Observer:
         if self.settings.local:
             raise ValueError("source='local' does not use grad_norm: call gns.update()")
         if not self.settings.takes_norm:
-            metric = "adam" if self.settings.optimizer is not None else self.settings.dual[0]
             raise ValueError(
-                f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
-                "grad_norm, before clipping."
+                f"metric={self.settings.metrics[0]!r} needs the gradients, not their norm. Call "
+                "gns.update() without grad_norm, before clipping."
             )
         gradients.refuse_partial_norm(self.slab.left_out)
 

@@ -18,7 +18,6 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",
         "dual": list(s.dual),
-        "noise_from": s.noise_from,
         "groups": list(s.groups),
         "clusters": s.clusters or None,  # older states do not have it
         "window": window,

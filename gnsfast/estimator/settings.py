@@ -6,20 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice
-from gnsfast.combinations import (
-    DOCUMENTS,
-    GROUPS,
-    METRIC,
-    MICRO_BATCHES,
-    PIPELINE,
-    SIGN,
-    SPECTRAL,
-    refuse,
-)
+from gnsfast.combinations import DOCUMENTS, GROUPS, MICRO_BATCHES, PIPELINE, refuse
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,6 @@ class Settings:
     dual: tuple[str, ...] = ()  # the dual norms to measure, "sign" and "spectral"
     matrices: frozenset[nn.Parameter] | None = None  # the only ones in the spectral norm
     window: int = 64
-    noise_from: str = "samples"  # whose spread is the noise in dual norms
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
     unit: str = "sample"
     clusters: bool = False  # whether each micro-batch says which samples belong together
@@ -44,21 +34,14 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
         if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
             raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
         check_choice("unit", self.unit, ("sample", "micro_batch"))
-        if self.micro_batches and not (self.dual or self.by_gradients):
-            raise ValueError(
-                "noise_from='micro_batches' needs metric='sign' or metric='spectral'. For the "
-                "Euclidean noise scale of micro-batches use GradientNoiseScale(model, "
-                "unit='micro_batch'), which is gnsfast.TwoBatchNoiseScale(model)."
-            )
-        of_samples = self.groups or self.clusters or self.keep_largest or self.optimizer is not None
+        of_samples = self.groups or self.clusters or self.keep_largest
         if self.by_gradients and (self.local or of_samples):
             raise ValueError(
                 "unit='micro_batch' compares micro-batches, and looks at no single sample: leave "
-                "out source='local', groups, clusters, keep_largest and metric='adam'"
+                "out source='local', groups, clusters and keep_largest"
             )
         if self.groups and self.clusters:
             raise NotImplementedError(
@@ -69,9 +52,9 @@ class Settings:
             raise ValueError(
                 "source='local' does not work with pipeline stages: use source='global'"
             )
-        if self.local and self.dual:
+        if self.local and self.metrics:
             raise ValueError(
-                f"metric={self.dual[0]!r} needs the gradient of the whole update: use "
+                f"metric={self.metrics[0]!r} needs the gradient of the whole update: use "
                 "source='global'"
             )
         refuse(self.features())
@@ -80,10 +63,7 @@ class Settings:
         """The features of ``combinations`` in use. The arguments describe a micro-batch."""
         asked = {
             DOCUMENTS: documents,
-            METRIC: self.optimizer is not None,
-            SIGN: "sign" in self.dual and not self.micro_batches,
-            SPECTRAL: "spectral" in self.dual and not self.micro_batches,
-            MICRO_BATCHES: self.micro_batches,
+            MICRO_BATCHES: bool(self.metrics) or self.by_gradients,
             GROUPS: bool(self.groups or self.clusters),
             PIPELINE: schedule or self.stages is not None,
         }
@@ -104,12 +84,6 @@ class Settings:
             raise ValueError("source='local' does not work with a schedule: use source='global'")
         if cu_seqlens is not None or schedule is not None:
             refuse(self.features(cu_seqlens is not None, schedule is not None))
-        each = isinstance(tokens, Tensor) and tokens.ndim
-        if self.dual and not self.micro_batches and tokens is not None and not each:
-            raise ValueError(
-                f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: pass "
-                "tokens=torch.tensor([...]) with one count for each sample"
-            )
         if tokens is not None and getattr(tokens, "ndim", 0) != 1:
             if groups is not None or self.clusters:
                 kind = "groups" if groups is not None else "clusters"
@@ -126,7 +100,7 @@ class Settings:
     @property
     def by_probe(self) -> bool:
         """Whether |G|² of an update of one micro-batch on one process comes from the probes."""
-        return self.source == "auto" and not self.dual and not self.by_gradients
+        return self.source == "auto" and not self.metrics and not self.by_gradients
 
     @property
     def by_gradients(self) -> bool:
@@ -134,14 +108,14 @@ class Settings:
         return self.unit == "micro_batch"
 
     @property
-    def micro_batches(self) -> bool:
-        """Whether dual norms compare micro-batches and processes instead of single samples."""
-        return self.noise_from == "micro_batches" or self.by_gradients
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics beside the Euclidean one, whose noise is that of micro-batches."""
+        return (*(("adam",) if self.optimizer is not None else ()), *self.dual)
 
     @property
     def takes_norm(self) -> bool:
         """Whether ``update(grad_norm=...)`` may take the place of the gradients."""
-        return self.optimizer is None and not self.dual
+        return not self.metrics
 
     @property
     def sides(self) -> dict[str, bool]:
@@ -170,7 +144,7 @@ def ordered_names(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def measured(metric: str | Sequence[str] | None, optimizer: Any, noise_from: str) -> dict[str, Any]:
+def measured(metric: str | Sequence[str] | None, optimizer: Any) -> dict[str, Any]:
     """The fields of ``Settings`` that say which noise scales are measured beside the Euclidean."""
     metrics = () if metric is None else (metric,) if isinstance(metric, str) else tuple(metric)
     for each in metrics:
@@ -192,5 +166,4 @@ def measured(metric: str | Sequence[str] | None, optimizer: Any, noise_from: str
         "optimizer": optimizer if "adam" in metrics else None,
         "dual": tuple(each for each in ("sign", "spectral") if each in metrics),
         "matrices": matrices,
-        "noise_from": noise_from,
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
-from gnsfast.following import NOTHING, Facts
+from gnsfast.following import Facts
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 
@@ -103,13 +103,7 @@ class Side:
 
 def joined(sides: Sequence[Mapping[str, Facts]]) -> dict[str, Facts]:
     """What several sides ask of each parameter."""
-    found: dict[str, Facts] = {}
-    for side in sides:
-        for name, own in side.items():
-            facts = found.get(name, NOTHING)
-            asked = {k: value for k, value in own._asdict().items() if value is not None}
-            found[name] = facts._replace(**asked | {"second": (*facts.second, *own.second)})
-    return found
+    return {name: facts for side in sides for name, facts in side.items()}
 
 
 def of_samples(name: str, given: Sequence[Any] | Tensor, num_samples: int) -> list[Any]:

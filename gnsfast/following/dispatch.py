@@ -357,8 +357,7 @@ def _expression(
 ) -> Expression:
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
-    is_remade = not compiling() or first.leaves[0].facts.v is not None
-    make = _remade(call, k, is_written, as_now) if is_remade else _not_remade
+    make = _not_remade if compiling() else _remade(call, k, is_written, as_now)
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
     shifted = first.is_shifted or name in SHIFTS
     if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):

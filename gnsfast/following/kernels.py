@@ -395,7 +395,7 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bo
     dimension, which must not hold the samples.
     """
     if isinstance(layout, Chosen):
-        return not (shift or leaf.found.uses or leaf.is_tied or leaf.facts.second)
+        return not (shift or leaf.found.uses or leaf.is_tied)
     in_order = layout.dim == 0 and not layout.interleaved
     is_plain = leaf.starts is None or not (leaf.found.links or leaf.found.uses)
     needs_order = shift or leaf.starts is not None

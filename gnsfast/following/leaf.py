@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
-from gnsfast.functional import Grams, Groups, Link
+from gnsfast.functional import Groups, Link
 
 compiling = torch.compiler.is_dynamo_compiling
 unfollowed = torch._C.DisableTorchFunctionSubclass
@@ -59,15 +59,9 @@ def _any_rows(row: Row) -> Row:
 
 
 class Facts(NamedTuple):
-    """What is measured of a leaf beside the norm of each sample: groups of samples, the norms under
-    a metric (v, and s and eps [1, 2]), and objects that sum over samples (``Plan.second``). A leaf
-    that has no v yet is measured as if it were zero, and the numbers are not used.
-    """
+    """What is measured of a leaf beside the norm of each sample: groups of samples."""
 
     groups: Groups | None = None
-    v: Tensor | None = None
-    constants_12: Tensor | None = None
-    second: tuple[Any, ...] = ()
 
 
 NOTHING = Facts()
@@ -236,13 +230,8 @@ class Leaf:
 
     @property
     def is_tied(self) -> bool:
-        """Whether links join its uses. They have no products of single gradients, and no sums of
-        groups of documents.
-        """
-        if not self._has_links:
-            return False
-        in_groups = self.starts is not None and self.facts.groups is not None
-        return not (in_groups or any(isinstance(s, Grams) for s in self.facts.second))
+        """Whether links join its uses. They have no sums of groups of documents."""
+        return self._has_links and (self.starts is None or self.facts.groups is None)
 
     @property
     def is_lost_in_graphs(self) -> bool:
@@ -301,8 +290,8 @@ class Expression:
 
     ``make`` computes it from a function that gives a tensor for each leaf. ``span`` is the piece of
     the parameter's memory that it is, if it is one. ``rows`` are the ids and the padding index of
-    ``ROWS``. ``is_shifted``: a constant was added or the sign changed, so that what is known of the
-    parameter (v of a metric) is not arranged by ``make``.
+    ``ROWS``. ``is_shifted``: a constant was added or the sign changed, so that its memory is not
+    that of the parameter.
     """
 
     def __init__(
@@ -368,45 +357,13 @@ class Expression:
     @property
     def is_joined(self) -> bool:
         """Whether the rows of one use are not yet those of the parameter."""
-        leaf = self.leaves[0]
-        if self.kind != SAME or leaf.found.joined:
-            return True
-        if leaf.facts is NOTHING:
-            return False
-        return self.is_shifted or (bool(leaf.facts.second) and not self.is_whole)
+        return self.kind != SAME or self.leaves[0].found.joined
 
     @property
     def is_parted(self) -> bool:
-        """The same where no kernel has all tokens: it has no sums over samples, and under a metric
-        no documents.
-        """
+        """The same where no kernel has all tokens: it has no groups of documents."""
         leaf = self.leaves[0]
-        special = bool(leaf.facts.second) or (leaf.starts is not None and leaf.facts is not NOTHING)
-        return special or self.is_joined
-
-    def facts(self, like: Tensor | None = None) -> dict[str, Any]:
-        """What is measured of it, as fields of a ``Plan``. ``like`` is its value. Where norms are
-        not kept, the metric is one: these rows are not used.
-        """
-        facts = self.leaves[0].facts
-        if facts is NOTHING:
-            return {}
-        found: dict[str, Any] = {"groups": facts.groups}
-        if self.is_whole:
-            found["second"] = facts.second
-        if facts.constants_12 is None:
-            return found
-        if facts.v is not None and self.kind == SAME and not self.is_shifted:
-            v = facts.v if self.is_whole else self.make(_moment)
-            return found | {"moments": (v,), "constants_P2": facts.constants_12}
-        assert like is not None
-        one = facts.constants_12.new_tensor([[0.0, 1.0]])
-        return found | {"moments": (torch.zeros_like(like),), "constants_P2": one}
-
-
-def _moment(leaf: Leaf) -> Tensor:
-    assert leaf.facts.v is not None
-    return leaf.facts.v
+        return self.is_joined or (leaf.starts is not None and leaf.facts is not NOTHING)
 
 
 def twin_of(leaf: Leaf) -> Tensor:

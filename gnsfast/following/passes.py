@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 
 class Rows(Mapping[Leaf, Tensor]):
-    """The probe rows [M, B + 2 + G] of the leaves that a pass has reached.
+    """The probe rows [1, B + 2 + G] of the leaves that a pass has reached.
 
     ``tensors`` hold them, each those of a leaf, or those of two that share a probe, in turn;
     ``leaves`` are all of them in this order. A leaf that had both has two entries.
@@ -113,11 +113,10 @@ class Passes:
         self.begin(Asked(samples, documents=documents), self.leaves)
 
     def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
-        """Leaves of zeros [M, B + 2 + G], which store one number each."""
+        """Leaves of zeros [P, B + 2 + G], which store one number each."""
         some = next(iter(facts.values()), NOTHING)
         groups = 0 if some.groups is None else len(some.groups.sizes_G)
-        measures = 1 + (some.constants_12 is not None)
-        key = samples, groups, measures
+        key = samples, groups
         if samples == self.asked.samples:
             self._key = key
         made = self._probes.pop(key, None)
@@ -129,7 +128,7 @@ class Passes:
             made = []
             for leaf in self.leaves:
                 zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
-                own, pair = (zero.expand(n * measures, samples + 2 + groups) for n in (1, 2))
+                own, pair = (zero.expand(n, samples + 2 + groups) for n in (1, 2))
                 made.append((own.requires_grad_(), pair.requires_grad_()))
         self._probes[key] = made  # the newest: those of the open block stay
         return made

@@ -12,7 +12,7 @@ from gnsfast.following.functions import RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.packed import alone
-from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
+from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
 from gnsfast.functional import Plan, backward_pass
 from gnsfast.tensors import accumulate_dtype, tensors_of
 
@@ -75,7 +75,8 @@ class Replay:
                 own = Dense(lambda b: g_B1P[b].reshape(like.shape))
                 leave(expression, own, (self, number))
             return torch.zeros_like(expression.leaves[0].probe)
-        return reduced(g_B1P, Plan(**flat(expression.facts(like))), g_B1P.dtype)[1]
+        plan = Plan(groups=expression.leaves[0].facts.groups)
+        return reduced(g_B1P, plan, g_B1P.dtype)[1]
 
 
 def _has_states_of_each(arguments: list[Any]) -> bool:

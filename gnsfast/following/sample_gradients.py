@@ -12,6 +12,7 @@ from gnsfast import ops
 from gnsfast.errors import first_line
 from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
 from gnsfast.functional import Groups, Plan
+from gnsfast.functional.plan import PLAIN
 from gnsfast.signatures import (
     OPERATORS,
     RESULTS,
@@ -57,7 +58,7 @@ class Operands(NamedTuple):
         else:
             fields = TOKENS[type(a)]
             own = [t if t is None else self._of_sample(t, b) for t in a[:fields]]
-            a = type(a)(*own, *a[fields:])._replace(starts=None, moments=[], constants_P2=None)
+            a = type(a)(*own, *a[fields:])._replace(starts=None)
         if "dtype" in a._fields:
             a = a._replace(dtype=accumulate_dtype(a[0].dtype))
         kinds = RESULTS[NAMES[type(a)]]
@@ -107,7 +108,7 @@ def is_wanted(expressions: Sequence[Expression]) -> bool:
 
 
 def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
-    """The probe rows [M, B + 2 + G] of each leaf whose uses left parts: of the norm of their sum.
+    """The probe rows [1, B + 2 + G] of each leaf whose uses left parts: of the norm of their sum.
 
     A leaf that is used whole by one kernel several times asks the kernel once, for the tokens of
     all uses. Else each sample's gradient is pulled back through the expressions of all uses.
@@ -139,24 +140,22 @@ def _together(leaf: Leaf, parts: list[tuple[Expression, Part]]) -> Tensor | None
     if any(expression.kind != SAME or expression.leaves != (leaf,) for expression, _ in parts):
         return None
     first = parts[0][1]
-    if len(parts) == 1 and isinstance(first, Operands) and not leaf.facts.second:
+    if len(parts) == 1 and isinstance(first, Operands):
         return first.rows
     uses = [part for expression, part in parts if expression.is_whole]
     if len(uses) < len(parts) or not all(isinstance(use, Operands) for use in uses):
         return None
     operands: Any = uses
-    return _joined(leaf, operands)
+    return _joined(operands)
 
 
-def _joined(leaf: Leaf, uses: list[Operands]) -> Tensor | None:
+def _joined(uses: list[Operands]) -> Tensor | None:
     """The rows of several uses by one kernel, of which it sees all tokens as one sample's."""
     first = uses[0]
     a = first.a
     if type(a) not in TOKENS or any(type(use.a) is not type(a) for use in uses):
         return None
     if any(use.which != first.which or use.plan.starts is not None for use in uses):
-        return None
-    if not all(sums.serves(a) for sums in leaf.facts.second):
         return None
     fields, weight = TOKENS[type(a)], first.which == 0
     if any(_options(use.a, fields) != _options(a, fields) for use in uses):
@@ -167,12 +166,7 @@ def _joined(leaf: Leaf, uses: list[Operands]) -> Tensor | None:
     wanted: tuple[bool, ...] = (True,)
     if not isinstance(a, EmbeddingWgrad):
         a, wanted = a._replace(weight=weight, bias=not weight), (weight, not weight)
-    plan = first.plan._replace(**leaf.whole.facts(leaf.current))
-    if isinstance(a, LinearWgrad):  # that of a bilinear form is a list of matrices
-        plan = plan._replace(moments=tuple(v.flatten(1) if v.ndim > 2 else v for v in plan.moments))
-    if isinstance(a, (LinearWgrad, EmbeddingWgrad, NormBackward)):
-        a = a._replace(moments=list(plan.moments), constants_P2=plan.constants_P2)
-    found = plan.run(first.operator, a, wanted)
+    found = first.plan.run(first.operator, a, wanted)
     return found[RESULTS[NAMES[type(a)]].index("rows")]
 
 
@@ -230,24 +224,21 @@ def streamed(
     totals = [torch.zeros_like(leaf.current, dtype=_acc(leaf)).flatten() for leaf in leaves]
     own: list[list[Tensor]] = [[] for _ in leaves]
     of_groups: list[list[Tensor]] = [[] for _ in leaves]
-    plans = [Plan(**flat(leaf.whole.facts(leaf.current)) | {"groups": None}) for leaf in leaves]
     samples = zip(order, gradients)
     for size in [len(order)] if groups is None else groups.sizes_G.tolist():
         sums = totals if groups is None else [*map(torch.zeros_like, totals)]
-        for b, found in islice(samples, size):
-            for leaf, total, each, g, plan in zip(leaves, sums, own, found, plans):
+        for _, found in islice(samples, size):
+            for total, each, g in zip(sums, own, found):
                 g = g.to(total.dtype)
-                for second in leaf.facts.second:
-                    second.add_sample(b, g)
                 total += g.flatten()
-                each.append(reduced(g.reshape(1, 1, -1), plan, total.dtype)[1][:, :1])
+                each.append(reduced(g.reshape(1, 1, -1), PLAIN, total.dtype)[1][:, :1])
         if groups is not None:
-            for total, part, columns, plan in zip(totals, sums, of_groups, plans):
+            for total, part, columns in zip(totals, sums, of_groups):
                 total += part
-                columns.append(reduced(part[None, None], plan, total.dtype)[1][:, :1])
+                columns.append(reduced(part[None, None], PLAIN, total.dtype)[1][:, :1])
     rows = []
-    for total, each, columns, plan in zip(totals, own, of_groups, plans):
-        of_sum = reduced(total[None, None], plan, total.dtype)[1]
+    for total, each, columns in zip(totals, own, of_groups):
+        of_sum = reduced(total[None, None], PLAIN, total.dtype)[1]
         row = torch.cat([*each, of_sum[:, 1:], *columns], 1)
         row[:, order] = row[:, : len(order)].clone()
         rows.append(row)
@@ -256,9 +247,3 @@ def streamed(
 
 def _acc(leaf: Leaf) -> torch.dtype:
     return accumulate_dtype(leaf.current.dtype)
-
-
-def flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of an expression, for a gradient that is one row of each sample."""
-    moments = tuple(v.flatten() for v in facts.get("moments", ()))
-    return facts | {"moments": moments, "second": ()}

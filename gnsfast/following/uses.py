@@ -25,7 +25,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
-from gnsfast.signatures import OPERATORS, RESULTS, NormBackward
+from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
 
 ROWS_AT = {
@@ -72,20 +72,12 @@ class Joining:
         if is_plain and at_BS is None and not any(joined):
             alone: tuple[Any, ...] = operator(a)
             return alone
-        metric = plan.constants_P2 is not None
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
-        documents = plan.starts is not None
-        serves = is_plain or ("constants_P2" in a._fields and not (documents and metric))
-        serves &= all(sums.serves(a) for sums in plan.second)
-        if not serves or (plan.second and any(joined)):
-            # What is summed over samples is summed when all are joined.
-            plan, joined = plan._replace(second=()), [True] * len(joined)
-        if not asked:
-            plan = plan._replace(second=())
+        serves = is_plain or type(a) in BY_SAMPLE
         if serves:
             found = list(plan.run(operator, a, wanted, at_BS))
         else:
-            found = list(operator(_without_metric(a)))
+            found, joined = list(operator(a)), [True] * len(joined)
         if not any(joined):
             return tuple(found)
         which = [k for k, want in enumerate(wanted) if want]
@@ -101,8 +93,7 @@ class Joining:
             kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
         else:
             groups = 0 if plan.groups is None else len(plan.groups.sizes_G)
-            shape = (1 + (plan.constants_P2 is not None)) * P, rows.shape[1] + groups
-            found[at] = rows.new_zeros(shape)
+            found[at] = rows.new_zeros(P, rows.shape[1] + groups)
         for k, (number, expression) in enumerate(zip(which, self.expressions)):
             if joined[k]:
                 found[at][k::P] = 0.0
@@ -118,14 +109,7 @@ def _copy(t: Tensor | None) -> Tensor | None:
 
 def _is_plain(plan: Plan) -> bool:
     """Whether only the norms of samples are measured."""
-    return plan.groups is None and plan.constants_P2 is None and not plan.second
-
-
-def _without_metric(a: Any) -> Any:
-    """The arguments of an operator, which then measures norms only."""
-    if "constants_P2" not in a._fields:
-        return a
-    return a._replace(moments=[], constants_P2=None)
+    return plan.groups is None
 
 
 def plan_for(
@@ -149,25 +133,11 @@ def plan_for(
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
         return Plan(batch_dim=dim, transposed=transposed)
-    facts = merged([e.facts(value) for e, value in zip(expressions, values)])
+    own: dict[str, Any] = {}
     if joins and not compiling():
-        facts |= {"uses": Joining(tuple(expressions)), "module": leaf.name}
-    return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
-
-
-def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts of several parameters of one function."""
-    some = next((each for each in facts if each), {})
-    if len(facts) == 1 or not some:
-        return some
-    found = dict(some)
-    if "moments" in some:
-        found["moments"] = tuple(v for each in facts for v in each["moments"])
-        found["constants_P2"] = torch.cat([each["constants_P2"] for each in facts])
-    second = [{(type(s), s.feature): s for s in each.get("second", ())} for each in facts]
-    kinds = dict.fromkeys(kind for own in second for kind in own)
-    found["second"] = tuple(kind[0].merged([own.get(kind) for own in second]) for kind in kinds)
-    return found
+        own = {"uses": Joining(tuple(expressions)), "module": leaf.name}
+    groups = leaf.facts.groups  # those of all leaves
+    return Plan(batch_dim=dim, transposed=transposed, starts=starts, groups=groups, **own)
 
 
 def probe_of(expressions: list[Expression]) -> Tensor:
@@ -180,8 +150,7 @@ def probe_of(expressions: list[Expression]) -> Tensor:
     if first.next is second:
         pair: Tensor = first.pair
         return pair
-    own = first.probe, second.probe
-    return torch.cat([*(t[:1] for t in own), *(t[1:] for t in own)])
+    return torch.cat([first.probe, second.probe])
 
 
 def trained(parameters: tuple[Any, ...]) -> tuple[list[Expression], list[Tensor]]:
@@ -393,11 +362,9 @@ def _begun(
 
 def _is_padded(expressions: list[Expression]) -> bool:
     """Whether rows that the data have chosen are padded to as many of each sample: links of ties
-    and sums over samples need that.
+    need that.
     """
-    return any(
-        e.leaves[0].facts.second or (e.is_whole and e.leaves[0].is_tied) for e in expressions
-    )
+    return any(e.is_whole and e.leaves[0].is_tied for e in expressions)
 
 
 def _is_alone(expression: Expression) -> bool:

@@ -20,7 +20,6 @@ from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._embedding_bag import embedding_bag
 from gnsfast.functional._experts import grouped_linear
-from gnsfast.functional._in_projection import in_projection
 from gnsfast.functional._linear import linear
 from gnsfast.functional._links import Link as Link
 from gnsfast.functional._norms import layer_norm, rms_norm
@@ -29,9 +28,6 @@ from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
 from gnsfast.functional.documents import documents_of_rows as documents_of_rows
 from gnsfast.functional.plan import Plan
-from gnsfast.functional.second_moments import Grams as Grams
-from gnsfast.functional.second_moments import Halves as Halves
-from gnsfast.functional.second_moments import Squares as Squares
 from gnsfast.ops import Groups
 
 __all__ = [
@@ -44,7 +40,6 @@ __all__ = [
     "embedding",
     "embedding_bag",
     "grouped_linear",
-    "in_projection",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

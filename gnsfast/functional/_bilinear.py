@@ -49,16 +49,10 @@ class _Bilinear(torch.autograd.Function):
         if need[0]:
             products = (wide_x[..., :, None] * wide_y[..., None, :]).flatten(-2)
         rows = (plan.rows(t, B) for t in (products, dz))
-        plan = plan._replace(moments=tuple(map(_as_linear, plan.moments)))
         a = plan.linear_wgrad(*rows, need, w.dtype)
         dw, db, probe_rows, _ = plan.run(ops.linear_wgrad, a, need)
         dw, db = (t if wanted else None for t, wanted in zip((dw, db), need))
         return dx, dy, dw if dw is None else dw.view_as(w), db, probe_rows, None
-
-
-def _as_linear(v: Tensor) -> Tensor:
-    """A moment of the weight [O, I, J] in the shape of a linear layer's weight, or of the bias."""
-    return v.flatten(1) if v.ndim == 3 else v
 
 
 def bilinear(

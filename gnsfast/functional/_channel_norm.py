@@ -57,15 +57,15 @@ class _ChannelNorm(torch.autograd.Function):
             B, (N, C) = ctx.samples, g_NC.shape
             g_BTC = g_NC.reshape(B, N // max(B, 1), C)
             a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
-            _, grad, rows_M, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
+            _, grad, row, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
-            rows.append(rows_M)
+            rows.append(row)
         each = iter(grads)
         dw, db = (
             next(each).to(dtype) if need else None
             for need, dtype in zip((need_w, need_b), ctx.dtypes)
         )
-        return dy, None, dw, db, torch.stack(rows, 1).flatten(0, 1), None, None
+        return dy, None, dw, db, torch.cat(rows), None, None
 
 
 def _of_rows(t: Tensor) -> Tensor:

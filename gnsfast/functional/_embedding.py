@@ -57,7 +57,7 @@ class _Embedding(torch.autograd.Function):
         to_links: list[Tensor | None] = []
         dy_BTD = samples_first(dy, B, plan.batch_dim)
         ids_BT = _ids_first(ids, B, plan)
-        a = EmbeddingWgrad(dy_BTD, ids_BT, V, padding_idx, dtype, plan.starts, *plan.metric)
+        a = EmbeddingWgrad(dy_BTD, ids_BT, V, padding_idx, dtype, plan.starts)
         at_BS = torch.cat(link_ids, 1) if link_ids else None
         dw, rows, *of_groups = plan.run(wgrad, a, [True], at_BS)
         of_samples, of_sum = dlinks or (None, None)
@@ -68,7 +68,7 @@ class _Embedding(torch.autograd.Function):
                 taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
             joined = plan.uses is not None and plan.uses.is_joined
             if of_samples is not None and of_sum is not None and not joined:
-                add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
+                add_cross_terms(rows, taught_BTD, plan, of_samples, of_sum)
             if link_ids:
                 linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
                 to_links = link_grads(link_ids, linked, dw, *of_groups)

@@ -15,12 +15,9 @@ Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding as torch_embedding
 
 from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Plan
-from gnsfast.functional.second_moments import Squares
-from gnsfast.reference import root_metric
 
 Link = tuple[Tensor, Tensor, Tensor]
 """An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]. With
@@ -62,34 +59,24 @@ def embedding_rows(
 
 
 def add_cross_terms(
-    rows_MB: Tensor,
+    row_1B: Tensor,
     dy_BTD: Tensor,
-    ids_BT: Tensor,
     plan: Plan,
     of_samples: Tensor,
     of_sum: Tensor,
 ) -> None:
-    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups.
-    It is also added to the row under a metric, if there is one.
+    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for
+    groups.
     """
     if plan.groups is not None:
         of_sum, of_groups = of_sum.unbind()
         own_B = (dy_BTD * of_groups).sum((1, 2), dtype=torch.float64)
-        rows_MB[0, len(own_B) + 2 :].add_(plan.groups.sums(own_B), alpha=2.0)
-    weighed = [dy_BTD]
-    if plan.constants_P2 is not None:
-        v_BTD = torch_embedding(ids_BT, plan.moments[0])
-        root_BTD = root_metric(v_BTD, plan.constants_P2[0], dy_BTD.dtype)
-        weighed.append(dy_BTD * root_BTD.square())
-    for row, dy_BTD in zip(rows_MB, weighed):
-        if plan.starts is None:
-            own_B = (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64)
-        else:
-            own_1N = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
-            own_B = own_1N.new_zeros(plan.samples(rows_MB))
-            own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
-        own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
-        row[: len(own_B) + 1].add_(torch.cat([own_B, own_1]), alpha=2.0)
-    for sums in plan.second:
-        if isinstance(sums, Squares):
-            sums.add_cross_terms(ids_BT, weighed[0] * of_samples)
+        row_1B[0, len(own_B) + 2 :].add_(plan.groups.sums(own_B), alpha=2.0)
+    if plan.starts is None:
+        own_B = (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64)
+    else:
+        own_1N = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
+        own_B = own_1N.new_zeros(plan.samples(row_1B))
+        own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
+    own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
+    row_1B[0, : len(own_B) + 1].add_(torch.cat([own_B, own_1]), alpha=2.0)

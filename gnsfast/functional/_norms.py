@@ -50,7 +50,7 @@ class _Norm(torch.autograd.Function):
         rows: Any = [None if t is None else plan.rows(t, B) for t in lists[:4]]
         # torch's kernel assumes that the statistics are contiguous.
         statistics = (None if t is None else t.contiguous() for t in rows[2:])
-        last: Any = *need, eps, 0.0, plan.starts, *plan.metric
+        last: Any = *need, eps, 0.0, plan.starts
         a = NormBackward(*rows[:2], *statistics, *lists[4:], *last)
         dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
         dx = _shaped(plan.rows_back(dx, lists[1]), x)

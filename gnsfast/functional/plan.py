@@ -18,10 +18,9 @@ Operator = Callable[[Any], tuple[Tensor, ...]]
 class Plan(NamedTuple):
     """Which rows of a layer's input belong to which sample, and what is measured.
 
-    Its probe is float32 zeros [M P, B + 2 + G]. There is a row for each of the P trainable
-    parameters of the layer, in the order weight, bias. M is 1. Under a metric M is 2, and P more
-    rows follow. The columns are the B samples, their sum, the calls, then the sums of G groups of
-    samples.
+    Its probe is float32 zeros [P, B + 2 + G]. There is a row for each of the P trainable parameters
+    of the layer, in the order weight, bias. The columns are the B samples, their sum, the calls,
+    then the sums of G groups of samples.
 
     Args:
         batch_dim: the dimension of the input that holds the samples, 0 or 1. With 1 an input of two
@@ -33,20 +32,16 @@ class Plan(NamedTuple):
         experts: the number of experts. ``starts`` is then [experts · B + 1], with the rows of each
             expert, sample by sample.
         groups: the samples (or documents) of each of G groups. Each sample is in one group.
-        moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
-        constants_P2: s and eps of each. For Adam's v after t steps, s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
         uses: decides in backward whether the rows are the norms of the parameters, or a part that
             is joined with other uses of them.
-        second: objects to which the backward pass adds other sums over samples (``Squares``,
-            ``Grams``, ``Halves``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
-    >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
-    >>> plan = gnsfast.functional.Plan(moments=(v,), constants_P2=s_eps)
-    >>> probe = torch.zeros(2, 3 + 2, requires_grad=True)
+    >>> groups = gnsfast.functional.Groups.of(torch.tensor([0, 2]), torch.tensor([1]))
+    >>> plan = gnsfast.functional.Plan(groups=groups)
+    >>> probe = torch.zeros(1, 3 + 2 + 2, requires_grad=True)
     >>> gnsfast.functional.linear(x, w, None, probe, plan).sum().backward()
-    >>> torch.allclose(probe.grad[1, :3], probe.grad[0, :3] / 2)
+    >>> torch.allclose(probe.grad[0, 5], 2 * (x[0] + x[2]).square().sum())
     True
     """
 
@@ -55,10 +50,7 @@ class Plan(NamedTuple):
     starts: Tensor | None = None
     experts: int = 0
     groups: Groups | None = None
-    moments: tuple[Tensor, ...] = ()
-    constants_P2: Tensor | None = None
     module: str | None = None
-    second: tuple[Any, ...] = ()
     uses: Any = None
 
     def samples(self, probe: Tensor) -> int:
@@ -78,27 +70,18 @@ class Plan(NamedTuple):
         """
         if self.uses is not None and self.is_plain:
             return  # it was made for these parameters
-        rows = parameters * (1 + (self.constants_P2 is not None))
-        if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
+        if probe.ndim != 2 or probe.shape[0] != parameters or probe.dtype != torch.float32:
             raise ValueError(
-                f"probe must be float32 [{rows}, B + 2], with a row for each trainable parameter "
-                f"(and measure), not {probe.dtype} {list(probe.shape)}"
+                f"probe must be float32 [{parameters}, B + 2], with a row for each trainable "
+                f"parameter, not {probe.dtype} {list(probe.shape)}"
             )
-        simple = self.is_plain and not (
-            tied or self.moments or self.experts or self.transposed or self.second
-        )
+        simple = self.is_plain and not (tied or self.experts or self.transposed)
         if simple and not is_dtensor(weight):
             return
-        limited = tied or is_dtensor(weight) or not self.is_plain or self.second
+        limited = tied or is_dtensor(weight) or not self.is_plain
         if limited and (self.uses is None or tied):
             features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(features, layer, self.module)
-        metric = parameters if self.constants_P2 is not None else 0
-        if len(self.moments) != metric:
-            raise ValueError(
-                f"moments and constants_P2 go together: v, s and eps of each of the {parameters} "
-                f"trainable parameters. Here there are {len(self.moments)} moments."
-            )
         if self.starts is not None and self.batch_dim != 0:
             raise ValueError(
                 "documents (starts) need batch_dim=0, because they lie one after the other"
@@ -115,8 +98,6 @@ class Plan(NamedTuple):
         """The features of ``combinations`` that a call of ``layer`` asks for."""
         asked = {
             combinations.DOCUMENTS: self.starts is not None and layer != "experts",
-            combinations.METRIC: self.constants_P2 is not None,
-            **{sums.feature: True for sums in self.second},
             combinations.GROUPS: self.groups is not None,
             combinations.TIED: tied,
             combinations.TENSOR_PARALLEL: tensor_parallel,
@@ -128,13 +109,13 @@ class Plan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the plan holds no tensors."""
-        return self.starts is None and self.constants_P2 is None and self.groups is None
+        return self.starts is None and self.groups is None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors, for ``save_for_backward``, which lets autograd notice writes to them."""
         if self.is_plain:
             return ()
-        return self.starts, self.constants_P2, *self.moments, *(self.groups or ())
+        return self.starts, *(self.groups or ())
 
     def without_tensors(self) -> "Plan":
         """The plan without its tensors, which ``ctx`` may keep. ``restored`` puts them back."""
@@ -146,20 +127,12 @@ class Plan(NamedTuple):
         """The reverse of ``tensors`` and ``without_tensors``."""
         if not saved:
             return self
-        starts, constants_P2, *rest = saved
-        moments, groups = rest[: len(self.moments)], rest[len(self.moments) :]
-        own: Any = dict(groups=Groups._make(groups) if groups else None, moments=tuple(moments))
-        return self._replace(starts=starts, constants_P2=constants_P2, **own)
+        starts, *groups = saved
+        return self._replace(starts=starts, groups=Groups._make(groups) if groups else None)
 
     def of(self, k: int) -> "Plan":
         """The plan of parameter number ``k`` alone."""
-        constants = self.constants_P2
-        return self._replace(
-            moments=self.moments[k : k + 1],
-            constants_P2=None if constants is None else constants[k : k + 1],
-            second=tuple(sums.of(k) for sums in self.second),
-            uses=self.uses and self.uses.of(k),
-        )
+        return self._replace(uses=self.uses and self.uses.of(k))
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
@@ -175,11 +148,6 @@ class Plan(NamedTuple):
             return t.transpose(0, 1).reshape_as(like)
         return t.reshape(like.shape[1], like.shape[0], *like.shape[2:]).transpose(0, 1)
 
-    @property
-    def metric(self) -> tuple[list[Tensor], Tensor | None]:
-        """The last two fields of an operator that can measure under a metric."""
-        return list(self.moments), self.constants_P2
-
     def linear_wgrad(
         self,
         x: Tensor,
@@ -191,7 +159,7 @@ class Plan(NamedTuple):
         """The arguments of a linear layer's operator."""
         weight, bias = wanted
         flags = weight, bias, self.transposed, dtype
-        return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
+        return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS)
 
     def run(
         self,
@@ -207,8 +175,6 @@ class Plan(NamedTuple):
         if self.uses is not None:
             joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
-        for sums in self.second:
-            sums.add(operator, a, wanted)
         if self.groups is None:
             return operator(a)
         found = by_group(a, self.groups, wanted, at_BS)

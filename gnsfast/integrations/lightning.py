@@ -55,7 +55,6 @@ class GNSMonitor(Measuring, Callback):
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``.
-        noise_from: as there.
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``monitor.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
             log, and ``gnsfast report`` shows them.
@@ -96,12 +95,11 @@ class GNSMonitor(Measuring, Callback):
         decay: float | None = None,
         every: int = 1,
         metric: str | Sequence[str] | None = None,
-        noise_from: str = "samples",
         keep_largest: int = 0,
         ids: str | int | Callable[[Any], Any] | None = None,
         factor: float | Factor | None = None,
     ) -> None:
-        names = {"loss_reduction": loss_reduction, "source": source, "noise_from": noise_from}
+        names = {"loss_reduction": loss_reduction, "source": source}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.batch_size, self.tokens = batch_size, tokens

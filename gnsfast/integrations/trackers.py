@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gnsfast.estimator import LargestSample
 from gnsfast.integrations.needed import needed
-from gnsfast.noise_scale import METRICS, OTHERS, DualNoiseScale, Estimate, NoiseScale
+from gnsfast.noise_scale import METRICS, OTHERS, Estimate, NoiseScale
 
 FORMAT = 1
 """The format of run logs, which their header names and ``gnsfast report`` checks."""
@@ -51,8 +51,8 @@ def metrics(
     - ``gns/present`` is the noise scale at the weights of the newest update, by the window's trend,
       with ``_lo`` and ``_hi``. The others are means over the window, which lag behind.
     - ``gns/adam``, ``gns/sign``, ``gns/spectral`` and ``gns/group/<name>`` are the noise scales in
-      other metrics and of groups, also with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches``
-      and ``gns/b_simple_from_micro_batches`` are 1 where micro-batches show the noise instead of
+      other metrics and of groups, also with ``_lo`` and ``_hi``.
+    - ``gns/b_simple_from_micro_batches`` is 1 where micro-batches show the noise instead of
       samples, and absent elsewhere.
     - ``gns/clusters`` is the noise scale of samples that come in clusters, and
       ``gns/clusters_independent`` that of samples each of a cluster of its own.
@@ -83,7 +83,8 @@ def metrics(
     found: dict[str, float | None] = {**_scale(SCALES["euclidean"], result)}
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
-        found |= _origin(SCALES["euclidean"], result.noise_from)
+        if result.noise_from == "micro_batches":
+            found["gns/b_simple_from_micro_batches"] = 1.0
     found |= _scale(PRESENT, result.present)
     found |= {
         "gns/updates": result.updates,
@@ -97,8 +98,6 @@ def metrics(
     }
     for metric, scale in result.others.items():
         found |= _scale(SCALES[metric], scale)
-        if isinstance(scale, DualNoiseScale):
-            found |= _origin(SCALES[metric], scale.noise_from)
     for name, group in result.per_group.items():
         found |= _scale(f"gns/group/{name}", group)
     if (clusters := result.clusters) is not None:
@@ -246,10 +245,6 @@ class WandbTracker:
 
 def _scale(name: str, found: Estimate) -> dict[str, float]:
     return _interval((name, f"{name}_lo", f"{name}_hi"), found)
-
-
-def _origin(name: str, noise_from: str) -> dict[str, float]:
-    return {} if noise_from == "samples" else {f"{name}_from_{noise_from}": 1.0}
 
 
 def _interval(names: tuple[str, str, str], found: Estimate) -> dict[str, float]:

@@ -78,7 +78,6 @@ class GNSCallback(Measuring, TrainerCallback):
         metric: as there. GNSCallback passes Trainer's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
             running means as large as the parameters, which checkpoints then hold.
-        noise_from: as there.
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``callback.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
             log, and ``gnsfast report`` shows them.
@@ -100,8 +99,8 @@ class GNSCallback(Measuring, TrainerCallback):
         ObservationError: in the first step, where ``position_ids`` show parts of the same samples
             on several processes.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
-            parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
-            checkpoints; in a step, for packed rows without ``position_ids``.
+            parallelism, a second GNSCallback, a ``metric`` under FSDP 2; in a step, for packed rows
+            without ``position_ids``.
 
     >>> from gnsfast.integrations.transformers import GNSCallback
     >>> GNSCallback(loss="causal", window=128).loss
@@ -121,14 +120,13 @@ class GNSCallback(Measuring, TrainerCallback):
         decay: float | None = None,
         every: int = 1,
         metric: str | Sequence[str] | None = None,
-        noise_from: str = "samples",
         keep_largest: int = 0,
         ids: str | None = None,
         factor: float | Factor | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
-        names = {"loss_reduction": "sum", "source": source, "noise_from": noise_from}
+        names = {"loss_reduction": "sum", "source": source}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.loss = loss
@@ -344,11 +342,10 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
                 "FSDP 1, which flattens parameters: use FSDP 2, by "
                 "TrainingArguments(fsdp=True, fsdp_config={'version': 2, ...})"
             )
-        elif {"sign", "spectral"} & asked and trainer.args.save_strategy != "no":
+        elif asked:
             reason = (
-                "the sign and spectral noise scales under FSDP with checkpoints: all processes "
-                "hold parts of them, but in Trainer only one process saves. Use DDP, or set "
-                "save_strategy='no'"
+                "noise scales of micro-batches under FSDP, where no process sees a whole gradient "
+                "of its own: use DDP, or leave metric out"
             )
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"

@@ -229,16 +229,19 @@ class TrainerRun:
         """The noise scale at the present weights, also in the metrics that fit the optimizer, as
         ``TorchRun.noise_scale`` measures them.
 
-        The data is what comes next, in training mode; the run is the same afterwards.
+        The data is what comes next, in training mode; the run is the same afterwards. The other
+        metrics compare micro-batches, so on a single process each batch has two or more.
         """
         if self.noise_scale_reason is not None:
             return None
         trainer, position = self.trainer, self._position()
-        self._gns.metric = fitting_metrics(trainer.model, trainer.optimizer.optimizer)
+        metric = self._gns.metric = fitting_metrics(trainer.model, trainer.optimizer.optimizer)
+        alone = bool(metric) and trainer.args.world_size == 1
+        passes = max(self._accumulation, 2) if alone else self._accumulation
         try:
             with kept_state(trainer.model), self._gns.watching(trainer):
                 for _ in range(self._updates):
-                    self._pass(self._accumulation)
+                    self._pass(passes)
                     trainer.model_wrapped.zero_grad()
                 return self._gns.compute()
         finally:

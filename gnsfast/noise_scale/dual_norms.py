@@ -36,7 +36,7 @@ the window divides (``statistics.trace_estimate``).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,17 +164,14 @@ def averaged_before_root(noise: Tensor, weights: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """float64 [NUMBERS] of a parameter. ``of`` may hold a part of the parameter's coordinates while
-    other processes hold the rest: ``total`` adds their sums.
-    """
+def sign_numbers(of: Parts) -> Tensor:
+    """float64 [NUMBERS] of a parameter."""
     # With samples of equal weights only rounding makes a variance negative.
     root, past = (t.clamp(min=0.0).sqrt() for t in (of.after, of.before))
     past_sum = past.sum(dtype=torch.float64)
-    sum_count = total(torch.stack([past_sum, torch.full_like(past_sum, past.numel())]))
-    past = past + (FLOOR * sum_count[0] / sum_count[1]).to(past.dtype)
+    past = past + (FLOOR * past_sum / past.numel()).to(past.dtype)
     # Without any variance so far, R is the gradient's own size: with R = 0 it would not count.
-    past = torch.where(sum_count[0] > 0, past, of.whole.abs())
+    past = torch.where(past_sum > 0, past, of.whole.abs())
     parts = (
         root,
         torch.where(root > 0, of.new / root, 0.0),
@@ -184,7 +181,7 @@ def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sum
         past,
         *(torch.where(past > 0, t / past, 0.0) for t in (of.new, of.square)),
     )
-    sums = total(torch.stack([t.sum(dtype=torch.float64) for t in parts]))
+    sums = torch.stack([t.sum(dtype=torch.float64) for t in parts])
     return torch.cat([sums[:2].prod(0, keepdim=True).sqrt(), sums[2:]])
 
 

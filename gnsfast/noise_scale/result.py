@@ -75,16 +75,20 @@ class ModuleNoiseScale(Estimate):
 class AdamNoiseScale(ModuleNoiseScale):
     """The noise scale under Adam's metric: ``trace`` is tr(PΣ) and ``grad_sqnorm`` GᵀPG.
 
+    It comes from the gradients of an update's backward passes, in all processes: b times their
+    variance is the variance of samples. An update needs two of them. The variance of K passes has
+    K - 1 degrees of freedom. It covers all trained parameters.
+
     ``updates`` counts the updates that were used. The optimizer's first update is not: it has no
     second moments yet.
-    ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
 
     >>> model = torch.nn.Linear(5, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
-    >>> for x in torch.randn(8, 16, 5):
-    ...     with gns.microbatch(16):
-    ...         model(x).square().sum(1).mean().backward()
+    >>> for batch in torch.randn(8, 4, 16, 5):
+    ...     for x in batch:
+    ...         with gns.microbatch(16, scale=1 / 4):
+    ...             (model(x).square().sum(1).mean() / 4).backward()
     ...     gns.update()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
@@ -93,13 +97,9 @@ class AdamNoiseScale(ModuleNoiseScale):
     """
 
     updates: int
-    left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        left_out = f", {counted(len(self.left_out), 'parameter')} left out" if self.left_out else ""
-        return (
-            f"under Adam's metric: {super().__str__()}, {counted(self.updates, 'update')}{left_out}"
-        )
+        return f"under Adam's metric: {super().__str__()}, {counted(self.updates, 'update')}"
 
 
 @dataclass(frozen=True)
@@ -129,27 +129,27 @@ class DualNoiseScale(DualNormEstimate):
     With ``metric`` ``"sign"`` it is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard deviation of
     coordinate i over samples; with ``"spectral"`` (Σ tr C^½ / Σ ‖G‖_nuc)², summed over matrices, C
     = E (g_b - G)(g_b - G)ᵀ on the smaller side. The estimator keeps a float32 mean of the
-    parameters' size, or of each smaller side squared. A measured update adds two sums over samples,
-    and for each matrix two eigendecompositions and three SVDs: see ``every``.
+    parameters' size, or of each smaller side squared.
 
-    With ``noise_from`` ``"micro_batches"``, g_b is the gradient of a backward pass instead of a
-    sample, in any process, and b times its variance is the variance of samples. This measures all
-    trained parameters, also shared ones and those without per-sample norms. In the
-    spectral norm it measures all matrices but embeddings, or the matrices of ``optimizer``. It runs
-    no kernels, but adds twice to tensors of a parameter's size in each pass. An update needs two
-    passes. The variance of K passes has K - 1 degrees of freedom, so the interval is wider.
+    The noise is that of the gradients of an update's backward passes, in all processes: b times
+    their variance is the variance of samples. An update needs two of them. The variance of K passes
+    has K - 1 degrees of freedom. All trained parameters are measured; in the spectral norm all
+    matrices but embeddings, or the matrices of ``optimizer``. Each pass adds twice to tensors of a
+    parameter's size, and a measured update takes for each matrix two eigendecompositions and three
+    SVDs: see ``every``.
 
     ``updates`` counts the updates that were used. The first is not: it has no earlier gradient to
     be compared with.
     ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
-    Source: Naganuma et al. 2026 (arXiv 2602.03001), whose own estimator from data-parallel
-    processes is that of ``"micro_batches"``.
+    Source: Naganuma et al. 2026 (arXiv 2602.03001), who take the gradient of each data-parallel
+    process.
 
     >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
-    >>> for x in torch.randn(8, 16, 5):
-    ...     with gns.microbatch(16):
-    ...         model(x).square().sum(1).mean().backward()
+    >>> for batch in torch.randn(8, 4, 16, 5):
+    ...     for x in batch:
+    ...         with gns.microbatch(16, scale=1 / 4):
+    ...             (model(x).square().sum(1).mean() / 4).backward()
     ...     gns.update()
     ...     model.zero_grad()
     >>> gns.compute().sign.updates
@@ -160,12 +160,10 @@ class DualNoiseScale(DualNormEstimate):
     updates: int
     left_out: tuple[str, ...]
     per_module: Mapping[str, DualNormEstimate]
-    noise_from: str = "samples"
 
     def __str__(self) -> str:
         left_out = f", {counted(len(self.left_out), 'parameter')} left out" if self.left_out else ""
-        units = "" if self.noise_from == "samples" else ", from micro-batches"
-        norm = f"in the {self.metric} norm{units}"
+        norm = f"in the {self.metric} norm"
         return f"{norm}: {super().__str__()}, {counted(self.updates, 'update')}{left_out}"
 
 

@@ -79,16 +79,10 @@ def summarize(
     )
 
 
-def summarize_adam(
-    metric: Tensor,
-    scalars: Tensor,
-    local: bool,
-    left_out: tuple[str, ...],
-    decay: float | None,
-) -> AdamNoiseScale:
+def summarize_adam(metric: Tensor, scalars: Tensor, decay: float | None) -> AdamNoiseScale:
     """The result under Adam's metric, from p and q [U, 2]. Updates without these do not count."""
-    found, of = _summarize_pair(metric, scalars, local, decay)
-    return AdamNoiseScale(**vars(found), updates=len(of.samples), left_out=left_out)
+    found, of = _summarize_pair(metric, scalars, False, decay)
+    return AdamNoiseScale(**vars(found), updates=len(of.samples))
 
 
 def summarize_group(

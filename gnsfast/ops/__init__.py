@@ -10,9 +10,6 @@ from gnsfast.ops.operators import (
     attention_forward,
     conv_wgrad,
     embedding_wgrad,
-    in_projection_wgrad,
-    linear_grams,
-    linear_squares,
 )
 
 __all__ = [
@@ -25,9 +22,6 @@ __all__ = [
     "cpu",
     "embedding_wgrad",
     "extension",
-    "in_projection_wgrad",
-    "linear_grams",
-    "linear_squares",
     "linear_wgrad",
     "norm_backward",
     "sharded_embedding_wgrad",

@@ -89,9 +89,8 @@ def implementation(op: str, device: str) -> Callable[[Any], Any]:
         try:
             if device == "cpu":
                 return implemented(a)
-            first = a[0][0] if isinstance(a[0], list) else a[0]
             # Triton launches on the current device, even if its tensors are on another one.
-            with torch.cuda.device_of(first):
+            with torch.cuda.device_of(a[0]):
                 return implemented(a)
         except RuntimeError as error:
             if "capturing" not in str(error):

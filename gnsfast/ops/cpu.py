@@ -6,7 +6,7 @@ or in the cache, and decides which tensors they take. The reference computes all
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +14,7 @@ from torch import Tensor
 
 from gnsfast import reference
 from gnsfast.ops import cpu_product
-from gnsfast.signatures import (
-    EmbeddingWgrad,
-    InProjectionWgrad,
-    LinearWgrad,
-    Metric,
-    NormBackward,
-    metric_of,
-)
+from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
 
 DTYPES = (torch.float32, torch.bfloat16)
 LINEAR_DTYPES = (*DTYPES, torch.float16)
@@ -71,9 +64,8 @@ def of_linear(dtype: torch.dtype) -> str:
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
-    metric = a.constants_P2 is not None
     segments = 0 if a.starts is None else len(a.starts) - 1
-    if not (a.weight and takes(x, dy, a.samples, segments, metric)):
+    if not (a.weight and takes(x, dy, a.samples, segments)):
         return reference.linear_wgrad(a)
     if x.dtype == torch.float16:
         x, dy = x.float(), dy.float()
@@ -81,9 +73,8 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lead = (a.experts,) if a.experts else ()
     dw = _empty_dw(x, a.dtype, *lead, left.shape[-1], right.shape[-1])
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
-    rows = _empty(x, (1 + metric) * (1 + a.bias), a.samples + 2)
-    metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(len(a.moments))]
-    wgrad = _Wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
+    rows = _empty(x, 1 + a.bias, a.samples + 2)
+    wgrad = _Wgrad(left, right, dw, db if a.bias else None, rows, a.transposed)
     if a.starts is None:
         _fill(wgrad)
     else:
@@ -91,31 +82,12 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _as(dw, a.dtype), _as(db, a.dtype), rows, reference.linked_rows(a)
 
 
-def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``InProjectionWgrad``."""
-    B = len(a.x_BTI[0])
-    if not (a.weight and all(takes(x, dy, B) for x, dy in zip(a.x_BTI, a.dy_BTO))):
-        return reference.in_projection_wgrad(a)
-    x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
-    one_kernel = all(each.dtype == x.dtype for each in a.x_BTI)
-    dw = _empty_dw(x, a.dtype if one_kernel else torch.float32, O, x.shape[2])
-    db = _empty(x, O if a.bias else 0)
-    rows = _empty(x, parts * (1 + a.bias), B + 2)
-    end = 0
-    for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
-        own = slice(end, end := end + dy.shape[2])
-        if x.dtype == torch.float16:
-            x, dy = x.float(), dy.float()
-        _fill(_Wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts]))
-    return _as(dw, a.dtype), _as(db, a.dtype), rows
-
-
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``NormBackward``. Documents and a metric are left to the reference."""
+    """See ``NormBackward``. Documents are left to the reference."""
     x, dy, mean, rstd, w, b = a.x_BTF, a.dy_BTF, a.mean_BT1, a.rstd_BT1, a.w_F, a.b_F
     shape = x.shape
     fits = dy.shape == shape and (w is None or w.numel() == shape[-1])
-    if a.starts is not None or a.constants_P2 is not None or not (fits and _same(x, dy)):
+    if a.starts is not None or not (fits and _same(x, dy)):
         return reference.norm_backward(a)
     for t in (mean, rstd, w):
         if t is not None and _lazy(t):
@@ -157,11 +129,11 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
-    """See ``EmbeddingWgrad``. Documents and a metric are left to the reference."""
+    """See ``EmbeddingWgrad``. Documents are left to the reference."""
     dy, ids = a.dy_BTD, a.ids_BT
     shape = dy.shape
     fits = ids.shape == shape[:2] and _same(dy)
-    if a.starts is not None or a.constants_P2 is not None or not fits:
+    if a.starts is not None or not fits:
         return reference.embedding_wgrad(a)
     ids = ids.to(torch.int64)
     dw = dy.new_zeros((a.num_embeddings, shape[2]), dtype=torch.float32)
@@ -192,20 +164,19 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:
+def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0) -> bool:
     """Whether the kernel computes this weight gradient.
 
     It takes float32, bfloat16 and float16 tensors of any strides, if none is empty. The reference
-    is faster for norms of one-token samples under a metric or of a thin weight, and for short
-    segments.
+    is faster for one-token samples of a thin weight, and for short segments.
     """
     if x.dtype != dy.dtype or x.dtype not in LINEAR_DTYPES or _lazy(x) or _lazy(dy):
         return False
     if x.numel() * dy.numel() == 0 or samples == 0:
         return False
     if segments:
-        return not metric and x.shape[0] >= SHORT[of_linear(x.dtype)] * segments
-    return x.shape[1] > 1 or (not metric and min(x.shape[2], dy.shape[2]) > THIN)
+        return x.shape[0] >= SHORT[of_linear(x.dtype)] * segments
+    return x.shape[1] > 1 or min(x.shape[2], dy.shape[2]) > THIN
 
 
 SHORT = {"amx": 4, "avx512_bf16": 4, "avx512": 4, "avx2": 8}
@@ -256,7 +227,6 @@ class _Wgrad(NamedTuple):
     db: Tensor | None
     rows: Tensor
     bias_of_right: bool = False
-    metrics: Sequence[Metric | None] = ()
     starts: Tensor | None = None
     sqnorm_B: Tensor | None = None
 
@@ -309,7 +279,7 @@ def _fill(wgrad: _Wgrad) -> None:
     left_BTM, right_BTN = wgrad.left_BTM, wgrad.right_BTN
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     kernel = of_linear(left_BTM.dtype)
-    plain = wgrad.starts is None and not wgrad.metrics
+    plain = wgrad.starts is None
     if plain and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
@@ -327,7 +297,6 @@ def _tiles(kernel: str, wgrad: _Wgrad) -> None:
     left_BTM, right_BTN, dw_MN, db, rows = wgrad[:5]
     starts = wgrad.starts
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
-    kept = [_laid_out(metric) for metric in wgrad.metrics if metric is not None]
     _module().linear_wgrad(
         kernel,
         left_BTM.data_ptr(),
@@ -341,7 +310,6 @@ def _tiles(kernel: str, wgrad: _Wgrad) -> None:
         dw_MN.data_ptr(),
         _address(db),
         wgrad.bias_of_right,
-        [(v.data_ptr(), s, eps) for v, s, eps in kept],
         rows.data_ptr(),
         rows.stride(0),
         torch.get_num_threads(),
@@ -380,13 +348,6 @@ def _by_torch(wgrad: _Wgrad) -> None:
             reference.norm_rows(sum_BN).double().square_(),
             reference.sqnorm(db),
         )
-
-
-def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
-    """v as the kernel reads it, s and eps."""
-    v, constants = metric
-    s, eps = constants.tolist()
-    return v.to(torch.float32).contiguous(), s, eps
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:

@@ -45,9 +45,6 @@ def _registered(name: str) -> Operator:
 
 
 linear_wgrad = _registered("linear_wgrad")
-linear_squares = _registered("linear_squares")
-linear_grams = _registered("linear_grams")
-in_projection_wgrad = _registered("in_projection_wgrad")
 embedding_wgrad = _registered("embedding_wgrad")
 conv_wgrad = _registered("conv_wgrad")
 attention_forward = _registered("attention_forward")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import NOTHING, Facts, Followed, Leaf, Rows, unwrapped
+from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
 from gnsfast.table import BatchHook
 
@@ -16,9 +16,9 @@ from gnsfast.table import BatchHook
 class ProbeSlab:
     """The probes of all covered parameters of a model, and what the last pass left in them.
 
-    A parameter has one row, and a second one under a metric. Backward delivers them as the gradient
-    of its probes. ``rows`` holds the rows [M, B + 2 + G] of the parameters that the last pass has
-    reached, after ``read``. ``caller`` is the model with the wrappers that the user calls.
+    A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
+    the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
+    ``caller`` is the model with the wrappers that the user calls.
     """
 
     def __init__(self, caller: nn.Module) -> None:
@@ -31,7 +31,6 @@ class ProbeSlab:
         self._on_learned: Callable[[], None] | None = None
         self._hook: BatchHook | None = None
         self.num_samples = 0
-        self._measures = 1
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -83,21 +82,16 @@ class ProbeSlab:
         """The rows of a parameter, which are zeros where backward did not go."""
         return self.rows[leaf] if leaf in self.rows else torch.zeros_like(leaf.probe)
 
-    def sums(self, measure: int = 0) -> list[Tensor]:
+    def sums(self) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
-        norm of their sum, and how many uses of each parameter were reached (``calls_of``); for
-        measure 1 the same under a metric, or nothing if the pass had none.
+        norm of their sum, and how many uses of each parameter were reached (``calls_of``).
         """
-        if measure >= self._measures:
-            return []
-        return [self._sums(leaves, measure) for leaves in self._of_device.values()]
+        return [self._sums(leaves) for leaves in self._of_device.values()]
 
-    def _sums(self, leaves: list[Leaf], measure: int) -> Tensor:
+    def _sums(self, leaves: list[Leaf]) -> Tensor:
         B, own = self.num_samples, self.rows.tensors
-        if self._measures > 1 or self.rows.leaves != leaves:
+        if self.rows.leaves != leaves:
             own = [self.rows_of(leaf) for leaf in leaves]
-        if self._measures > 1:
-            own = [rows[measure : measure + 1] for rows in own]
         grad = torch.cat(own) if own else torch.zeros(0, B + 2)
         samples, rest, _ = grad.split_with_sizes([B, 2, grad.shape[1] - B - 2], 1)
         return torch.cat([samples.sum(1, True, dtype=torch.float64), rest.double()], 1)
@@ -112,7 +106,7 @@ class ProbeSlab:
         parts: dict[torch.device, list[Tensor]] = {}
         for leaf, rows in self.rows.items():
             if not leaf.left_out:
-                parts.setdefault(rows.device, []).append(rows[:1])
+                parts.setdefault(rows.device, []).append(rows)
         return [torch.cat(rows) for rows in parts.values()]
 
     @property
@@ -185,8 +179,7 @@ class ProbeSlab:
     def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
         followed = self.followed
         followed.refuse_batch_statistics()
-        self.rows, some = Rows(()), next(iter(facts.values()), NOTHING)
-        self._measures = 1 + (some.constants_12 is not None)
+        self.rows = Rows(())
         followed.open(self.num_samples, facts, documents, self)
         if BatchHook.is_needed(followed, self.num_samples, documents):
             where = followed, self._caller, self.num_samples, documents

@@ -70,7 +70,7 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
             g_GOK = torch.bmm(dy_GOL, cols_GLK)
             parts.append(norm(g_GOK))
             dw_GOK += g_GOK
-        norms.append([(*parts, norm(dw_GOK))])
+        norms.append((*parts, norm(dw_GOK)))
         dw = dw_GOK.reshape(O, C // groups, *a.kernel).to(a.dtype)
     if a.bias:
         sum_nO = dy.flatten(2).sum(2, dtype=acc)

@@ -4,10 +4,9 @@
 import torch
 from torch import Tensor
 
-from gnsfast.reference.metric import root_metric
-from gnsfast.reference.rows import Norms, metric_sqnorm, norm, norm_rows, probe_rows
+from gnsfast.reference.rows import Norms, norm, norm_rows, probe_rows
 from gnsfast.reference.segments import samples_of_rows
-from gnsfast.signatures import EmbeddingWgrad, metric_of
+from gnsfast.signatures import EmbeddingWgrad
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -32,17 +31,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``."""
     sum_SD, sample_S, id_S = sample_sums(a)
     dw_VD = sum_SD.new_zeros((a.num_embeddings, sum_SD.shape[1])).index_add_(0, id_S, sum_SD)
-
-    def by_sample(t_SD: Tensor) -> Tensor:
-        sqnorm_B = t_SD.new_zeros(a.samples, dtype=torch.float64)
-        squares_S = norm_rows(t_SD).double().square_()
-        return sqnorm_B.index_add_(0, sample_S, squares_S).sqrt_()
-
-    norms: Norms = [(by_sample(sum_SD), norm(dw_VD))]
-    metric = metric_of(a.moments, a.constants_P2, 0)
-    if metric is not None:
-        v_VD, constants_2 = metric
-        weighed_SD = sum_SD.mul_(root_metric(v_VD[id_S], constants_2, sum_SD.dtype))
-        total = metric_sqnorm(dw_VD, v_VD, constants_2).sqrt_()
-        norms.append((by_sample(weighed_SD), total[None]))
+    sqnorm_B = sum_SD.new_zeros(a.samples, dtype=torch.float64)
+    sqnorm_B.index_add_(0, sample_S, norm_rows(sum_SD).double().square_())
+    norms: Norms = (sqnorm_B.sqrt_(), norm(dw_VD))
     return dw_VD.to(a.dtype), probe_rows([norms], a.samples, sum_SD)

@@ -7,7 +7,7 @@ from torch import Tensor
 from gnsfast.reference import segments
 from gnsfast.reference.outer import outer_wgrad
 from gnsfast.reference.rows import Norms, probe_rows, sum_tokens, sum_wgrad
-from gnsfast.signatures import InProjectionWgrad, LinearWgrad, metric_of, refuse_with_segments
+from gnsfast.signatures import LinearWgrad
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -15,47 +15,26 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
     norms: list[Norms] = []
-    if a.starts is not None:
-        refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2)
     # An unwanted result is an empty tensor of its own, as results must not share memory.
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)
-        metric = metric_of(a.moments, a.constants_P2, 0)
         if a.starts is None:
-            dw, found = outer_wgrad(right, left, a.dtype, metric)
+            dw, found = outer_wgrad(right, left, a.dtype)
         else:
             dw, found = segments.outer_wgrad(right, left, a.starts, a.experts, a.dtype)
         norms.append(found)
     else:
         dw = x.new_empty(0, dtype=a.dtype)
     if a.bias:
-        metric = metric_of(a.moments, a.constants_P2, -1)
         if a.starts is None:
             sums_BO = sum_tokens(dy) if dy.shape[1] != 1 else dy[:, 0]
-            db, found = sum_wgrad(sums_BO, a.dtype, metric)
+            db, found = sum_wgrad(sums_BO, a.dtype)
         else:
             db, found = segments.bias_wgrad(dy, a.starts, a.experts, a.dtype)
         norms.append(found)
     else:
         db = x.new_empty(0, dtype=a.dtype)
     return dw, db, probe_rows(norms, a.samples, x), linked_rows(a)
-
-
-def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``InProjectionWgrad``."""
-    none = a.x_BTI[0].new_empty(0, dtype=a.dtype)
-    dws, dbs = [none], [none]
-    norms: list[Norms] = []
-    for x, dy in zip(a.x_BTI, a.dy_BTO) if a.weight else ():
-        dw, found = outer_wgrad(x, dy, a.dtype)
-        dws.append(dw)
-        norms.append(found)
-    for dy in a.dy_BTO if a.bias else ():
-        db, found = sum_wgrad(sum_tokens(dy), a.dtype)
-        dbs.append(db)
-        norms.append(found)
-    rows = probe_rows(norms, len(a.x_BTI[0]), none)
-    return torch.cat(dws), torch.cat(dbs), rows
 
 
 def linked_rows(a: LinearWgrad) -> Tensor:

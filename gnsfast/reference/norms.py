@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnsfast.reference.rows import Norms, probe_rows, sum_tokens, sum_wgrad
 from gnsfast.reference.segments import segment_sums
-from gnsfast.signatures import NormBackward, metric_of
+from gnsfast.signatures import NormBackward
 from gnsfast.tensors import accumulate_dtype
 
 # With fewer elements in a sample, torch's layer-norm backward is not called sample by sample.
@@ -64,7 +64,7 @@ def norm_backward_aten(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``norm_backward`` in plain aten without a loop over samples, which Inductor can fuse."""
     x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
-    normed, rstd = normed_input(a)
+    normed, rstd = _normed_input(a)
     if a.mean_BT1 is None:
         assert a.w_F is not None
         dnormed = a.dy_BTF * (a.w_F.to(acc) + a.offset)
@@ -81,7 +81,7 @@ def norm_backward_aten(
     return dx, *affine_wgrad(a, dw_BF, db_BF)
 
 
-def normed_input(a: NormBackward) -> tuple[Tensor, Tensor]:
+def _normed_input(a: NormBackward) -> tuple[Tensor, Tensor]:
     """The normalised input before gain and bias [B, T, F], and what it was multiplied by."""
     wide = a.x_BTF.to(accumulate_dtype(a.x_BTF.dtype))
     if a.mean_BT1 is None or a.rstd_BT1 is None:
@@ -99,7 +99,6 @@ def affine_wgrad(
     norms: list[Norms] = []
     for i, (g_BF, parameter) in enumerate(((dw_BF, a.w_F), (db_BF, a.b_F))):
         if g_BF is not None and parameter is not None:
-            metric = metric_of(a.moments, a.constants_P2, len(norms))
-            grads[i], found = sum_wgrad(g_BF, parameter.dtype, metric)
+            grads[i], found = sum_wgrad(g_BF, parameter.dtype)
             norms.append(found)
     return grads[0], grads[1], probe_rows(norms, a.samples, a.x_BTF)

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Σ_b dy_bᵀ x_b and the squared norm of each term, computed in the cheapest way on a CPU.
 
-Legend: B samples, T tokens of a sample, I in_features, O out_features, M measures (the Euclidean
-norm, then that under a metric), W columns of a block.
+Legend: B samples, T tokens of a sample, I in_features, O out_features, W columns of a block.
 """
 
 import torch
 from torch import Tensor
 
-from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.rows import Norms, norm, norm_rows
-from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
 # The most elements and columns of a per-sample tile of the fused route: large enough for a GEMM at
@@ -45,49 +42,36 @@ def linear_route(T: int, I: int, O: int) -> str:
 FUSED, LARGE = (16, 36), 1 << 22
 
 
-def outer_wgrad(
-    x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, metric: Metric | None = None
-) -> tuple[Tensor, Norms]:
+def outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Norms]:
     """dW [O, I] and its norms."""
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     acc = accumulate_dtype(x_BTI.dtype)
     route = linear_route(T, I, O)
     if B * T * I * O == 0:
         zeros = x_BTI.new_zeros(B + 1, dtype=acc)
-        return x_BTI.new_zeros((O, I), dtype=dtype), [(zeros,)] * (1 + (metric is not None))
+        return x_BTI.new_zeros((O, I), dtype=dtype), (zeros,)
     if T > 1 and B * I * O <= (GROUP if route == "fused" else FEW):
-        return at_once_wgrad(x_BTI.to(acc), dy_BTO.to(acc), dtype, metric)
-    if route == "fused" or (metric is not None and T > 1):
-        dw_OI, norms_MB = fused_wgrad(x_BTI, dy_BTO, acc, metric)
-        return dw_OI.to(dtype), [(norms_B,) for norms_B in norms_MB.unbind()]
+        return at_once_wgrad(x_BTI.to(acc), dy_BTO.to(acc), dtype)
+    if route == "fused":
+        dw_OI, norms_B = fused_wgrad(x_BTI, dy_BTO, acc)
+        return dw_OI.to(dtype), (norms_B,)
     if x_BTI.dtype != acc:
         x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
     x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
     dw_OI = dy_NO.T @ x_NI
-    norms: Norms
     if route == "gram":
-        norms = [(gram_sqnorms(x_BTI, dy_BTO).sqrt_(), norm(dw_OI))]
+        norms_B = gram_sqnorms(x_BTI, dy_BTO).sqrt_()
     else:
-        norms = [(norm_rows(x_NI) * norm_rows(dy_NO), norm(dw_OI))]
-    if metric is not None:
-        root_OI = root_metric(*metric, acc)
-        weighed_B = one_token_metric(x_NI, dy_NO, root_OI).sqrt_()
-        norms.append((weighed_B, norm(root_OI.mul_(dw_OI))))
-    return dw_OI.to(dtype), norms
+        norms_B = norm_rows(x_NI) * norm_rows(dy_NO)
+    return dw_OI.to(dtype), (norms_B, norm(dw_OI))
 
 
-def at_once_wgrad(
-    x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, metric: Metric | None
-) -> tuple[Tensor, Norms]:
+def at_once_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Norms]:
     """``outer_wgrad`` of a small layer, by one product of all samples, since calls cost most."""
     g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
     dw_OI = g_BOI.sum(0)
-    norms: Norms = [(norm_rows(torch.linalg.vector_norm(g_BOI, dim=2)), norm(dw_OI))]
-    if metric is not None:
-        root_OI = root_metric(*metric, g_BOI.dtype)
-        weighed_BO = torch.linalg.vector_norm(g_BOI.mul_(root_OI), dim=2)
-        norms.append((norm_rows(weighed_BO), norm(root_OI.mul_(dw_OI))))
-    return dw_OI.to(dtype), norms
+    norms_B = norm_rows(torch.linalg.vector_norm(g_BOI, dim=2))
+    return dw_OI.to(dtype), (norms_B, norm(dw_OI))
 
 
 def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
@@ -102,8 +86,8 @@ def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
     sqnorm_B = terms_BTT.sum((1, 2), dtype=torch.float64)
     cancelled_B = sqnorm_B < CANCELLED * terms_BTT.abs_().sum((1, 2), dtype=torch.float64)
     if cancelled_B.any():
-        _, again_1B = fused_wgrad(x_BTI[cancelled_B], dy_BTO[cancelled_B], x_BTI.dtype)
-        sqnorm_B[cancelled_B] = again_1B[0, :-1].double().square_()
+        _, again_B = fused_wgrad(x_BTI[cancelled_B], dy_BTO[cancelled_B], x_BTI.dtype)
+        sqnorm_B[cancelled_B] = again_B[:-1].double().square_()
     return sqnorm_B
 
 
@@ -111,27 +95,20 @@ CANCELLED = 0.02
 """A Gram sum below this share of the sum of its absolute terms has lost too many digits."""
 
 
-def fused_wgrad(
-    x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype, metric: Metric | None = None
-) -> tuple[Tensor, Tensor]:
-    """dW and its norms [M, B + 1], tile by tile. Each sample has a GEMM of its own, and its tile is
+def fused_wgrad(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dW and its norms [B + 1], tile by tile. Each sample has a GEMM of its own, and its tile is
     squared and added while it is in a cache.
     """
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     width, height = even_block(I, COLUMNS), even_block(O, TILE // min(I, COLUMNS))
-    measures = 1 + (metric is not None)
     dw_OI = (x_BTI.new_empty if B else x_BTI.new_zeros)((O, I), dtype=acc)
-    norms_MBCO = x_BTI.new_empty((measures, B + 1, -(-I // width), O), dtype=acc)  # the sum last
+    norms_BCO = x_BTI.new_empty((B + 1, -(-I // width), O), dtype=acc)  # the sum last
     add_tiles = _add_small_tiles if height * width * SMALL < GROUP else _add_tiles
-    root = None
     for c, x_BTW in enumerate(x_BTI.split(width, 2)):
         for start in range(0, O, height):
             rows, columns = slice(start, start + height), slice(c * width, (c + 1) * width)
-            if metric is not None:
-                root = root_metric(metric[0][rows, columns], metric[1], acc)
-            tile, norms_MBO = dw_OI[rows, columns], norms_MBCO[:, :, c, rows]
-            add_tiles(x_BTW, dy_BTO[..., rows].mT, tile, norms_MBO, root)
-    return dw_OI, norm_rows(norms_MBCO.flatten(2).flatten(0, 1)).view(measures, B + 1)
+            add_tiles(x_BTW, dy_BTO[..., rows].mT, dw_OI[rows, columns], norms_BCO[:, c, rows])
+    return dw_OI, norm_rows(norms_BCO.flatten(1))
 
 
 def even_block(size: int, most: int) -> int:
@@ -139,13 +116,7 @@ def even_block(size: int, most: int) -> int:
     return -(-size // -(-size // max(1, most)))
 
 
-def _add_tiles(
-    x_BTI: Tensor,
-    dy_BOT: Tensor,
-    total_OI: Tensor,
-    norms_MBO: Tensor,
-    root_OI: Tensor | None,
-) -> None:
+def _add_tiles(x_BTI: Tensor, dy_BOT: Tensor, total_OI: Tensor, norms_BO: Tensor) -> None:
     """Add one sample's tile after the other to ``total_OI``. The first is computed in place.
 
     Views are made before the loop. In the loop, where caches are full of the GEMM's data, they
@@ -160,45 +131,27 @@ def _add_tiles(
         (tile_OI, tile_OI.unflatten(0, (N, O // N)))
         for tile_OI in (total_OI, total_OI.new_empty(total_OI.shape))
     ]
-    weighed_OI = None if root_OI is None else torch.empty_like(root_OI)
-    *norms, last = zip(*(norms_BO.unbind() for norms_BO in norms_MBO.unbind()))
+    *norms, last = norms_BO.unbind()
     for b, (dy_NOT, x_NTI, out) in enumerate(zip(dy_BNOT.unbind(), x_BNTI.unbind(), norms)):
         if x_NTI.dtype != acc:
             dy_NOT, x_NTI = dy_NOT.to(acc), x_NTI[:1].to(acc).expand(N, -1, -1)
         tile_OI, tile_NOI = tiles[b > 0]
         torch.bmm(dy_NOT, x_NTI, out=tile_NOI)
-        _row_norms(tile_OI, root_OI, weighed_OI, out)
+        torch.linalg.vector_norm(tile_OI, dim=-1, out=out)
         if b:
             total_OI += tile_OI
-    _row_norms(total_OI, root_OI, weighed_OI, last)
+    torch.linalg.vector_norm(total_OI, dim=-1, out=last)
 
 
-def _add_small_tiles(
-    x_BTI: Tensor,
-    dy_BOT: Tensor,
-    total_OI: Tensor,
-    norms_MBO: Tensor,
-    root_OI: Tensor | None,
-) -> None:
+def _add_small_tiles(x_BTI: Tensor, dy_BOT: Tensor, total_OI: Tensor, norms_BO: Tensor) -> None:
     """Add the tiles of many samples at a time. For small tiles calls cost more than memory."""
     acc, B, together = total_OI.dtype, len(x_BTI), GROUP // max(1, total_OI.numel())
     scratch_GOI = total_OI.new_empty((min(together, B), *total_OI.shape))
     total_OI.zero_()
-    groups = (t.split(together) for t in (dy_BOT, x_BTI))
-    outs = zip(*(norms_BO[:B].split(together) for norms_BO in norms_MBO.unbind()))
-    for dy_GOT, x_GTI, out in zip(*groups, outs):
+    groups = (t.split(together) for t in (dy_BOT, x_BTI, norms_BO[:B]))
+    for dy_GOT, x_GTI, out in zip(*groups):
         tiles_GOI = scratch_GOI[: len(x_GTI)]
         torch.bmm(dy_GOT.to(acc), x_GTI.to(acc), out=tiles_GOI)
         total_OI += tiles_GOI.sum(0)
-        _row_norms(tiles_GOI, root_OI, tiles_GOI, out)
-    weighed_OI = None if root_OI is None else torch.empty_like(root_OI)
-    _row_norms(total_OI, root_OI, weighed_OI, norms_MBO[:, B].unbind())
-
-
-def _row_norms(
-    tiles: Tensor, root_OI: Tensor | None, weighed: Tensor | None, out: tuple[Tensor, ...]
-) -> None:
-    """The norm of each row, and of each row times √P. ``weighed`` is scratch memory for these."""
-    torch.linalg.vector_norm(tiles, dim=-1, out=out[0])
-    if root_OI is not None:
-        torch.linalg.vector_norm(torch.mul(tiles, root_OI, out=weighed), dim=-1, out=out[1])
+        torch.linalg.vector_norm(tiles_GOI, dim=-1, out=out)
+    torch.linalg.vector_norm(total_OI, dim=-1, out=norms_BO[B])

@@ -4,8 +4,6 @@
 import torch
 from torch import Tensor
 
-from gnsfast.reference.metric import root_metric
-from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
 # A float32 sum of squares loses digits with its length: a dot product of 16.8M numbers is 5e-4 low,
@@ -14,9 +12,9 @@ from gnsfast.tensors import accumulate_dtype
 PIECE = 1 << 13
 
 
-Norms = list[tuple[Tensor, ...]]
-"""A parameter's norms, not squared, for each of the M measures: tensors that together hold B + 1
-numbers, the norms of the samples and that of their sum."""
+Norms = tuple[Tensor, ...]
+"""A parameter's norms, not squared: tensors that together hold B + 1 numbers, the norms of the
+samples and that of their sum."""
 
 
 def norm_rows(t_RN: Tensor) -> Tensor:
@@ -43,11 +41,11 @@ def sqnorm(t: Tensor) -> Tensor:
 
 
 def probe_rows(found: list[Norms], samples: int, like: Tensor) -> Tensor:
-    """Probe rows [M P, B + 2] from the norms of each parameter."""
+    """Probe rows [P, B + 2] from the norms of each parameter."""
     if not found:
         return like.new_empty((0, samples + 2), dtype=torch.float32)
-    one = found[0][0][0].new_ones(1)
-    parts = [t for of_measure in zip(*found) for norms in of_measure for t in (*norms, one)]
+    one = found[0][0].new_ones(1)
+    parts = [t for norms in found for t in (*norms, one)]
     return torch.cat(parts).view(-1, samples + 2).double().square_().to(torch.float32)
 
 
@@ -67,36 +65,8 @@ GEMM_SUM = 1 << 21
 """The fewest elements that ``sum_tokens`` sums by a product with ones."""
 
 
-def sum_wgrad(
-    g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
-) -> tuple[Tensor, Norms]:
+def sum_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Norms]:
     """A parameter's gradient and its norms, from the samples' gradients."""
     g_BN = g_BN.to(accumulate_dtype(g_BN.dtype))
     total_N = g_BN.sum(0)
-    norms: Norms = [(norm_rows(g_BN), norm(total_N))]
-    if metric is not None:
-        root_N = root_metric(*metric, g_BN.dtype).flatten()
-        norms.append((norm_rows(g_BN * root_N), norm(total_N * root_N)))
-    return total_N.to(dtype), norms
-
-
-def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
-    """Σ P g², a float64 scalar. It copies one part of ``g`` at a time."""
-    acc = accumulate_dtype(g.dtype)
-    g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
-    rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
-    scratch = torch.empty_like(g_RN[:rows], dtype=acc)
-    found = [
-        sqnorm(root_metric(v, constants_2, acc, out=scratch[: len(v)]).mul_(g))
-        for g, v in zip(g_RN.split(rows), v_RN.split(rows))
-    ]
-    return torch.stack(found).sum()
-
-
-WEIGHED = 1 << 17
-"""So many elements of a gradient are multiplied by √P at a time on the CPU, in one scratch tensor,
-because fresh memory would cost more than the square roots.
-"""
-
-WEIGHED_CUDA = 1 << 25
-"""The same on a GPU, where each piece costs a few launches. It is 128 MiB beside the gradient."""
+    return total_N.to(dtype), (norm_rows(g_BN), norm(total_N))

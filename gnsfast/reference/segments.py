@@ -49,7 +49,7 @@ def outer_wgrad(
             dw_EOI[e] += g_OI
     _short_sqnorms(x_NI, dy_NO, short, sqnorm_S)
     dw = (dw_EOI if experts else dw_EOI[0]).to(dtype)
-    return dw, [(sqnorm_S.view(E, B).sum(0).sqrt_(), norm(dw_EOI))]
+    return dw, (sqnorm_S.view(E, B).sum(0).sqrt_(), norm(dw_EOI))
 
 
 def bias_wgrad(
@@ -62,7 +62,7 @@ def bias_wgrad(
     total_EO = sums_SO.unflatten(0, (E, B)).sum(1)
     db = (total_EO if experts else total_EO[0]).to(dtype)
     norms_B = torch.linalg.vector_norm(norm_rows(sums_SO).view(E, B), dim=0)
-    return db, [(norms_B, norm(total_EO))]
+    return db, (norms_B, norm(total_EO))
 
 
 def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Tensor:

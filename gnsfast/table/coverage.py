@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL
 from gnsfast.following import Followed
 from gnsfast.table.table import Table
 
-MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
 
@@ -20,8 +18,7 @@ class CoverageRow:
     ``route`` names the functions in which it meets the data. That of a "frozen" parameter, and of
     one that the batch gives no gradient ("none"), is no part of what is covered. ``static`` says whether it has norms.
     ``observed`` says whether backward reached it in the last pass, and is None before the first.
-    ``reason`` says why there are no norms, or why they are not proven. ``measures`` names what can
-    be measured beside the samples' norms.
+    ``reason`` says why there are no norms, or why they are not proven.
     """
 
     parameter: str
@@ -30,7 +27,6 @@ class CoverageRow:
     static: bool
     observed: bool | None
     reason: str
-    measures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,8 @@ class Coverage:
     @property
     def covered_fraction(self) -> float:
         """The share of the trainable elements whose parameters have per-sample norms."""
-        return self._fraction([r for r in self.rows if r.static])
-
-    def measured_fraction(self, measure: str) -> float:
-        """The share of the trainable elements that support ``measure``, one of ``measures``."""
-        return self._fraction([r for r in self.rows if measure in r.measures])
-
-    def _fraction(self, rows: list[CoverageRow]) -> float:
         total = sum(r.elements for r in self.rows if r.route not in ("frozen", "none"))
-        return sum(r.elements for r in rows) / total if total else 1.0
+        return sum(r.elements for r in self.rows if r.static) / total if total else 1.0
 
     def __str__(self) -> str:
         head = ("parameter", "elements", "route", "static", "observed", "reason")
@@ -76,7 +65,6 @@ class Coverage:
             cells[1] = row[1].rjust(widths[1])
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
-        lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
         proven = "proven for the model, not for a loss outside of it"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)
         return "\n".join(lines)
@@ -114,9 +102,8 @@ def coverage(model: nn.Module) -> Coverage:
         observed = None if reached is None else leaf in reached
         how = "" if table is None else table.proofs.get(name, "")
         note = how if how.startswith("not proven") else ""
-        measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
-        rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
+        rows.append(CoverageRow(name, p.numel(), route, True, observed, note))
     return Coverage(tuple(rows), NOT_BEGUN if table is None else "")
 
 

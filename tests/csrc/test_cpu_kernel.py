@@ -171,10 +171,6 @@ BUGS = {
         "return first<Few, FewLanes>(v, kWidth - group * kFew);",
         "return first<Few, FewLanes>(v, 1 + kWidth - group * kFew);",
     ),
-    "the metric's root of the first tile for all": (
-        "tile.root = at.roots + beside;",
-        "tile.root = at.roots;",
-    ),
     "samples of one token are adjacent": (
         "call.left.stride_t = call.left.stride_b;",
         "",
@@ -232,14 +228,6 @@ BUGS = {
     "AMX: the lower half of a tile is the upper one": (
         "amx::load<5>(left + kSquare / 2, kBytes);",
         "amx::load<5>(left, kBytes);",
-    ),
-    "AMX: the metric's root of the last sample's turn": (
-        "if (call.weight.v && chunk.first) {",
-        "if (call.weight.v && chunk.final) {",
-    ),
-    "AMX: the metric's root is where the columns come from": (
-        "const int64_t of = first + m * call.row_step",
-        "const int64_t of = first + (m ^ 1) * call.row_step",
     ),
     "AMX: tokens of the next sample are packed": (
         "count(tokens, step * kTile, kTile),",

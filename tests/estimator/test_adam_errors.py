@@ -42,6 +42,8 @@ def test_settings() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             gnsfast.GradientNoiseScale(model, **options)
+    with pytest.raises(ValueError, match="metric='adam' needs the gradient of the whole update"):
+        measured(model, optimizer, source="local")
     with pytest.raises(NotImplementedError, match="metric.* together with pipeline stages"):
         measured(model, optimizer, stages=object())
     with pytest.raises(NotImplementedError, match="metric.* together with pipeline stages"):
@@ -87,7 +89,7 @@ def test_other_second_moments(name: str) -> None:
     with pytest.raises(ValueError, match=f"of 0.weight .*{match}"):
         passes(model, gns)
     state["exp_avg_sq"] = kept
-    passes(model, gns)
+    passes(model, gns, 2)
     gns.update()
     assert gns.compute().adam.updates == 1
 
@@ -105,7 +107,7 @@ def test_step_before_update(fused: bool) -> None:
     model = make()
     optimizer = warm(model, fused=fused)
     gns = measured(model, optimizer, source="global")
-    passes(model, gns)
+    passes(model, gns, 2)
     optimizer.step()
     with pytest.raises(gnsfast.ObservationError, match="Call gns.update"):
         gns.update()
@@ -114,6 +116,15 @@ def test_step_before_update(fused: bool) -> None:
     optimizer.step()
     with pytest.raises(gnsfast.ObservationError, match="Call gns.update"):
         passes(model, gns)
+
+
+def test_a_single_pass() -> None:
+    """There is nothing to compare its gradient with."""
+    model = make()
+    gns = measured(model, warm(model))
+    passes(model, gns)
+    with pytest.raises(gnsfast.ObservationError, match="metric='adam' compares .* 1 pass on 1 pro"):
+        gns.update()
 
 
 def test_norm_handed_over() -> None:

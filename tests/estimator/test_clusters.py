@@ -451,12 +451,9 @@ class TestErrors:
 
     def test_what_does_not_go_together(self) -> None:
         model = make()
-        optimizer = torch.optim.AdamW(model.parameters())
         others: list[tuple[dict[str, Any], type[Exception], str]] = [
             ({"groups": ["a"]}, NotImplementedError, "groups and clusters"),
             ({"unit": "micro_batch"}, ValueError, "leave out source='local', groups, clusters"),
-            ({"metric": "sign"}, NotImplementedError, r"groups of samples \(or clusters\)"),
-            ({"metric": "adam", "optimizer": optimizer}, NotImplementedError, "or clusters"),
         ]
         for settings, kind, message in others:
             gns = gnsfast.GradientNoiseScale(model, **settings)

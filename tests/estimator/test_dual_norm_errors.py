@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from noise_cases import N, draw, make, one_update
+from noise_cases import N, draw, make
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import gnsfast
 from gnsfast.estimator.dual_factors import Factors
@@ -38,54 +37,24 @@ def test_clipping_before_update(metric: str | None) -> None:
         model.zero_grad()
 
 
-def compiles() -> bool:
-    """Whether ``torch.compile`` compiles."""
-    counter = CompileCounterWithBackend("eager")
-    torch.compile(make(), backend=counter)(draw(1)[0][0])
-    return counter.frame_count == 1
-
-
-def open_pass(model: nn.Module) -> tuple[Any, Any]:
-    """An attached estimator whose forward pass has no backward pass yet."""
-    gns = gnsfast.GradientNoiseScale(model, metric="sign")
-    hooks = gns.attach()
-    model(draw(1)[0][0])
-    assert not compiles()
-    return gns, hooks
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["the estimator", "the model too"])
-def test_what_is_deleted_in_a_pass(whole: bool) -> None:
-    model = make()
-    gns, hooks = open_pass(model)
-    if whole:
-        del model
-    else:
-        model._forward_hooks.clear(), model._forward_pre_hooks.clear()
-    del gns, hooks
-    gc.collect()
-    assert compiles()
-
-
-@pytest.mark.parametrize("noise_from", ["samples", "micro_batches"])
-def test_a_pass_that_raises(noise_from: str) -> None:
+def test_a_pass_that_raises() -> None:
     """In the block, and where opening it fails."""
     model, [(x, _)] = make(), draw(1)
-    gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from=noise_from)
+    gns = gnsfast.GradientNoiseScale(model, metric="sign")
     with pytest.raises(ZeroDivisionError):
         with gns.microbatch(N):
             model(x).sum().backward()
             raise ZeroDivisionError
-    assert compiles() and not any(p._backward_hooks for p in model.parameters())
+    assert not any(p._backward_hooks for p in model.parameters())
     with pytest.raises(gnsfast.ObservationError):
         with gns.microbatch(N):
             pass  # no backward pass
-    assert compiles() and not any(p._backward_hooks for p in model.parameters())
+    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_a_deleted_estimator_of_micro_batches_hears_nothing() -> None:
     model, data = make(), draw(3)
-    gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
+    gns = gnsfast.GradientNoiseScale(model, metric="sign")
     hooks = gns.attach()
     model(data[0][0])
     model._forward_hooks.clear(), model._forward_pre_hooks.clear()
@@ -115,8 +84,11 @@ def test_a_parameter_without_variance(seed: int) -> None:
     model = nn.Linear(5, 2)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
     for x in torch.randn(30, 8, 5) + 1:
-        with one_update(gns, 8):
-            model(x).sum(1).mean().backward()
+        for own in x.split(2):
+            with gns.microbatch(2, scale=0.25):
+                (model(own).sum(1).mean() / 4).backward()
+        gns.update()
+        model.zero_grad()
     sign, spectral = gns.compute().sign, gns.compute().spectral
     for found in (sign, spectral):
         assert found.lower <= found.noise_scale <= found.upper

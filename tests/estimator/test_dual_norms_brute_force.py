@@ -8,13 +8,12 @@ import sys
 
 import pytest
 import torch
-from noise_cases import one_update
 from torch import Tensor
 
 import gnsfast
 from gnsfast.cli import tiny_gpt
 
-N = 16
+N, K = 16, 8  # samples and micro-batches of an update
 
 
 def truth(model: torch.nn.Module, data: Tensor) -> dict[str, tuple[float, float]]:
@@ -60,8 +59,12 @@ def check(samples: int, layers: int, updates: int) -> None:
     exact = truth(model, data)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"], window=updates)
     for _ in range(updates):
-        with one_update(gns, N):
-            tiny_gpt.loss_of(model, data[torch.randint(samples, (N,))]).backward()
+        for _ in range(K):
+            with gns.microbatch(N // K, scale=1 / K):
+                own = data[torch.randint(samples, (N // K,))]
+                (tiny_gpt.loss_of(model, own) / K).backward()
+        gns.update()
+        model.zero_grad()
     found = gns.compute()
     for metric, (sigma, norm) in exact.items():
         scale = getattr(found, metric)

@@ -19,24 +19,16 @@ STARTS = torch.tensor([0, 2, 3, 5])
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"moments": (torch.rand(2, D),)}, "moments and constants_P2 go together"),
         ({"starts": STARTS, "batch_dim": 1}, "need batch_dim=0"),
         ({"starts": STARTS, "experts": 1}, "layer_norm takes neither experts"),
         ({"transposed": True}, "layer_norm takes neither experts nor a transposed weight"),
     ],
-    ids=["moments alone", "documents, sequence first", "experts", "transposed"],
+    ids=["documents, sequence first", "experts", "transposed"],
 )
 def test_refused(fields: dict[str, Any], said: str) -> None:
     x, w = torch.randn(5, D), torch.ones(D, requires_grad=True)
     with pytest.raises(ValueError, match=said):
         functional.layer_norm(x, (D,), w, None, torch.zeros(1, B + 2), Plan(**fields))
-
-
-def test_constants_alone() -> None:
-    w, probe = torch.ones(D, requires_grad=True), torch.zeros(2, B + 2)
-    plan = Plan(constants_P2=torch.ones(1, 2))
-    with pytest.raises(ValueError, match="moments and constants_P2 go together"):
-        functional.rms_norm(torch.randn(B, D), w, probe, plan)
 
 
 def test_groups_hold_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

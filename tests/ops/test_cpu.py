@@ -12,13 +12,10 @@ from cpu_cases import (
     EDGES,
     SETS,
     assert_agrees,
-    assert_metric_rows,
-    assert_row,
     assert_segments,
     drawn,
     linear,
     single_samples,
-    with_metric,
 )
 from layouts import LAYOUTS
 from torch import Tensor
@@ -26,7 +23,7 @@ from torch import Tensor
 import gnsfast
 from gnsfast import reference
 from gnsfast.ops import backends, cpu
-from gnsfast.signatures import InProjectionWgrad, LinearWgrad
+from gnsfast.signatures import LinearWgrad
 
 BF16 = torch.bfloat16
 
@@ -158,24 +155,6 @@ def test_float16(experts: int, instructions: str) -> None:
         cpu.linear_wgrad(a._replace(x_BTI=a.x_BTI.float(), dy_BTO=a.dy_BTO.float())),
     ):
         assert torch.equal(ours, floats)
-    xs, dys = [x, x + 1, x - 1], [dy] * 3
-    ours = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, True, torch.float16))
-    xs, dys = [x.float() for x in xs], [dy.float() for dy in dys]
-    floats = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, True, torch.float16))
-    assert ours[0].dtype == torch.float16
-    for one, other in zip(ours, floats):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("v_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T", [3, 1100])
-def test_metric(T: int, v_dtype: torch.dtype, transposed: bool, dtype: torch.dtype) -> None:
-    """Σ P g² with P = 1 / (√v s + eps), of a whole tile and of edges."""
-    a = linear(*drawn(dtype, (3, T, 70), (3, T, 45)), transposed=transposed)
-    a = with_metric(a, v_dtype)
-    assert cpu.takes(a.x_BTI, a.dy_BTO, 3, metric=True)
-    assert assert_metric_rows(a)[2:, 4].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -191,19 +170,6 @@ def test_experts_of_few_rows_stay_in_torch() -> None:
     x, dy = torch.randn(64, 40), torch.randn(64, 20)
     assert cpu.takes(x, dy, samples=2, segments=2)
     assert not cpu.takes(x, dy, samples=2, segments=2 * 16)
-
-
-def test_in_projection(dtype: torch.dtype) -> None:
-    xs = drawn(dtype, *[(3, 50, 40)] * 3)
-    dys = drawn(dtype, (3, 50, 20), (3, 50, 8), (3, 50, 8))
-    a = InProjectionWgrad(xs, dys, True, True, torch.float32)
-    dw, db, rows = cpu.in_projection_wgrad(a)
-    for k, (x, dy) in enumerate(zip(xs, dys)):
-        own = slice(sum(dy.shape[2] for dy in dys[:k]), sum(dy.shape[2] for dy in dys[: k + 1]))
-        for total, row, g_BN in zip((dw, db), rows[k::3], single_samples(linear(x, dy))):
-            assert_row(row, total[own], g_BN)
-    for half, one in zip(cpu.in_projection_wgrad(a._replace(dtype=BF16))[:2], (dw, db)):
-        assert torch.equal(half, one.bfloat16())
 
 
 def test_infinities_stay_in_their_sample(
@@ -273,14 +239,13 @@ def test_what_the_reference_computes(change: dict[str, Tensor]) -> None:
         (1, 0, "null pointer"),
         (6, (3, 0, 20, 40), "every size must be"),
         (5, (False, True), "amx alone writes bfloat16"),
-        (12, [(0, 1.0, 1.0)] * 3, "a metric for each gradient"),
     ],
 )
 def test_wrong_calls(place: int, value: object, words: str) -> None:
     x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
     dw, rows = torch.empty(20, 40), torch.empty(1, 5)
     call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), (False, False)]
-    call += [(3, 5, 20, 40), 0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
+    call += [(3, 5, 20, 40), 0, 0, dw.data_ptr(), 0, False, rows.data_ptr(), 5, 1]
     cpu._module().linear_wgrad(*call)
     call[place] = value
     with pytest.raises(ValueError, match=words):

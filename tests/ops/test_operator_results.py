@@ -43,9 +43,6 @@ class Draw:
     def starts(self, segments: int, length: int) -> Tensor:
         return torch.arange(segments + 1, device=self.device) * length
 
-    def constants(self, parameters: int) -> Tensor:
-        return torch.ones(parameters, 2, dtype=F64, device=self.device)
-
 
 Arguments = list[tuple[Any, ...]]
 Case = Callable[[Draw, int, int, int], Arguments]
@@ -65,23 +62,6 @@ def case(operator: str) -> Callable[[Case], None]:
 def linear_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy = d.x(B, T, N), d.x(B, T, 8)
     return [(x, dy, *wanted, wanted[1], d.dtype) for wanted in [*BOTH, (False, False)]]
-
-
-@case("linear_squares")
-def linear_squares(d: Draw, B: int, T: int, N: int) -> Arguments:
-    x, dy = d.x(B, T, N), d.x(B, T, 8)
-    return [(x, dy, False), (x, dy, True), (x[:, :1], dy[:, :1], True)]
-
-
-@case("linear_grams")
-def linear_grams(d: Draw, B: int, T: int, N: int) -> Arguments:
-    return [(d.x(B, T, N), d.x(B, T, 8), side) for side in (0, 1)]
-
-
-@case("in_projection_wgrad")
-def in_projection_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
-    x, dy = d.x(B, T, N), d.x(B, T, 8)
-    return [([x, x], [dy, dy], *wanted, d.dtype) for wanted in [*BOTH, (False, False)]]
 
 
 @case("linear_wgrad")
@@ -167,34 +147,6 @@ def conv_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     last = [3], [1], [0], [1]
     grouped = (x, dy, B, *last, 2, True, True, d.dtype)
     return [grouped, *((x, dy, B, *last, 1, *wanted, d.dtype) for wanted in BOTH)]
-
-
-@case("linear_wgrad")
-def linear_wgrad_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
-    x, dy, ids = d.x(B, T, N), d.x(B, T, 8), d.ids(B, T)
-    return [
-        (x, dy, True, True, False, d.dtype, None, 0, ids, [d.p(8, N), d.p(8)], d.constants(2)),
-        (x, dy, True, False, True, d.dtype, None, 0, None, [d.p(N, 8)], d.constants(1)),
-        (x, dy, False, True, False, d.dtype, None, 0, None, [d.p(8)], d.constants(1)),
-    ]
-
-
-@case("embedding_wgrad")
-def embedding_wgrad_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
-    dy, ids, one = d.x(B, T, N), d.ids(B, T), d.constants(1)
-    return [(dy, ids, V, -1, d.dtype, None, [d.p(V, N)], one) for V in (5, 300)]
-
-
-@case("norm_backward")
-def norm_backward_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
-    *first, w, b = with_statistics(d, B, T, N)
-    last = 1e-5, 0.0, None
-    rms = *first[:2], None, None, w, None, True, False
-    found: Arguments = [(*rms, *last, [w], d.constants(1))]
-    for weight, bias in BOTH:
-        v = [w] * weight + [b] * bias
-        found.append((*first, w, b, weight, bias, *last, v, d.constants(len(v))))
-    return found
 
 
 def described(results: Any) -> list[tuple[list[int], torch.dtype]]:

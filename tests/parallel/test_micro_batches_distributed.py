@@ -21,7 +21,7 @@ import gnsfast
 
 pytestmark = pytest.mark.dist
 UPDATES, N = 6, 3
-SETTINGS: Any = {"metric": ["sign", "spectral"], "noise_from": "micro_batches"}
+SETTINGS: Any = {"metric": ["sign", "spectral"]}
 
 
 class Rows(nn.Module):
@@ -89,7 +89,7 @@ def layouts_are_refused(rank: int) -> None:
     parallelize_module(split, mesh, {"0": ColwiseParallel()})
     for model, words in ((sharded, r"sharded parameters \(FSDP2\)"), (split, "tensor parallelism")):
         gns = gnsfast.GradientNoiseScale(model, **SETTINGS)
-        with pytest.raises(NotImplementedError, match=rf"micro_batches'\) together with {words}"):
+        with pytest.raises(NotImplementedError, match=rf"spectral'\) together with {words}"):
             with gns.microbatch(4):
                 pass
 
@@ -105,5 +105,5 @@ def everything(rank: int) -> None:
 
 
 def test_pipeline_stages_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"micro_batches'\) together with pipeline"):
+    with pytest.raises(NotImplementedError, match=r"spectral'\) together with pipeline"):
         gnsfast.GradientNoiseScale(make(), stages=object(), **SETTINGS)

@@ -77,53 +77,34 @@ def test_no_wave_is_nearly_empty() -> None:
 def test_tiles_stay_whole_where_parts_cost_more() -> None:
     assert balance(108, 8, 132, blocks=32).unfinished
     assert not balance(108, 8, 132, blocks=16).unfinished
-    assert balance(100, 8, 132, blocks=32, mixed=False).unfinished
-    assert not balance(144, 8, 132, blocks=32, mixed=False).unfinished
 
 
-@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
-def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sharing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tiles, few and many samples, on devices of few and many programs."""
     monkeypatch.setattr(configs, "MERGE", 0)
     linear_wgrad.launches.cache_clear()
     for B, programs in itertools.product((1, 2, 5), (1, 4, 5, 7, 13, 40)):
         x, dy = torch.randn(B, 5, 32, device=device), torch.randn(B, 5, 48, device=device)
-        v, constants = torch.rand(48, 32, device=device), torch.ones(2, device=device).double()
-        dw, rows = torch.empty(48, 32, device=device), torch.empty(1 + metric, B + 2, device=device)
-        of_metric = (v, constants) if metric else None
-        linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, metric=of_metric)
+        dw, rows = torch.empty(48, 32, device=device), torch.empty(1, B + 2, device=device)
+        linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs)
         assert_wgrad(dw, rows[0, :-1], loop(x, dy))
-        plan = balance(6, B, programs, 1, mixed=not metric)
-        assert plan.programs <= programs
-        if metric:
-            g = dy.double().mT @ x.double()
-            p = 1 / (v.double().sqrt() + 1)
-            g = torch.cat([g, g.sum(0, keepdim=True)])
-            sqnorm_B1 = (p * g.square()).sum((1, 2))
-            torch.testing.assert_close(rows[1, :-1].double(), sqnorm_B1, rtol=1e-5, atol=0)
+        assert balance(6, B, programs, 1).programs <= programs
 
 
 @pytest.mark.parametrize("programs, height", [(3, 16), (9, 4), (40, 1)])
-@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
 def test_a_tile_of_many_parts(
-    metric: bool, programs: int, height: int, device: str, monkeypatch: pytest.MonkeyPatch
+    programs: int, height: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parts of two tiles are added by more programs, several at a time."""
     monkeypatch.setattr(configs, "MERGE", 0)
     linear_wgrad.launches.cache_clear()
     x, dy = torch.randn(37, 2, 15, device=device), torch.randn(37, 2, 20, device=device)
-    v, constants = torch.rand(20, 15, device=device), torch.ones(2, device=device).double()
-    dw, rows = torch.ones(20, 15, device=device), torch.empty(1 + metric, 39, device=device)
-    of_metric = (v, constants) if metric else None
-    linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, add=True, metric=of_metric)
+    dw, rows = torch.ones(20, 15, device=device), torch.empty(1, 39, device=device)
+    linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, add=True)
     want, sqnorm_B1 = loop(x, dy)
     assert_wgrad(dw, rows[0, :-1], (want + 1, sqnorm_B1))
-    if metric:
-        g = torch.cat([dy.double().mT @ x.double(), want[None]])
-        sqnorm_B1 = (g.square() / (v.double().sqrt() + 1)).sum((1, 2))
-        torch.testing.assert_close(rows[1, :-1].double(), sqnorm_B1, rtol=1e-5, atol=0)
     squares = linear_plan.Squares(20, 15, SMALL, balance(2, 37, programs, 1))
-    how = linear_plan.plan((37, 2), squares, None, row_stride=39, processors=programs)
+    how = linear_plan.plan((37, 2), squares, None, processors=programs)
     constants = how.launch.values[len(linear_plan.FIXED) :]
     assert dict(zip(linear_plan.CONSTANTS, constants))["HEIGHT"] == height
 
@@ -157,35 +138,13 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
         assert (rows[:, -1] == 1.0).all()
 
 
-@pytest.mark.parametrize("shape", [(260, 1, 650), (70, 3, 40), (33, 6, 130), (5, 40, 9)], ids=str)
-def test_bias_of_several_samples_a_step_under_a_metric(
-    shape: tuple[int, int, int], device: str
-) -> None:
-    B, T, N = shape
-    dy = torch.randn(shape, device=device) * torch.logspace(-2, 0, B, device=device)[:, None, None]
-    v, constants = torch.rand(N, device=device), torch.tensor([[2.0, 0.5]], device=device).double()
-    more: dict[str, Any] = dict(moments=[v], constants_P2=constants)
-    _, db, rows, _ = KERNELS.linear_wgrad(dy, dy, False, True, False, F32, **more)
-    g = dy.double().sum(1)
-    g = torch.cat([g, g.sum(0, keepdim=True)])
-    for row, p in zip(rows, (torch.ones_like(v.double()), 1 / (v.double().sqrt() * 2 + 0.5))):
-        assert_wgrad(db, row[:-1], (g[-1], (p * g.square()).sum(1)))
-        assert row[-1] == 1.0
-
-
 @pytest.mark.parametrize("sizes", [(3, 4, 0, 5), (3, 4, 5, 0), (3, 0, 4, 5), (0, 3, 4, 5)], ids=str)
-@pytest.mark.parametrize("metric", [False, True])
-def test_layers_without_numbers(sizes: tuple[int, ...], metric: bool, device: str) -> None:
+def test_layers_without_numbers(sizes: tuple[int, ...], device: str) -> None:
     """The bias has its own rows, also where the weight has no column."""
     B, T, I, O = sizes
     x, dy = torch.randn(B, T, I, device=device), torch.randn(B, T, O, device=device)
-    more: dict[str, Any] = {}
-    if metric:
-        v = [torch.rand(O, I, device=device), torch.rand(O, device=device)]
-        constants = torch.tensor([[2.0, 0.5], [1.0, 0.1]], dtype=torch.float64, device=device)
-        more = {"moments": v, "constants_P2": constants}
     arguments = x, dy, True, True, False, torch.float32
-    found, want = (Signed(m).linear_wgrad(*arguments, **more) for m in (operators, reference))
+    found, want = (Signed(m).linear_wgrad(*arguments) for m in (operators, reference))
     for ours, theirs in zip(found, want):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -203,25 +162,17 @@ def test_a_bias_of_strided_rows(T: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [(F16, F16), (F32, F16), (BF16, F32)], ids=str)
-@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
 @pytest.mark.parametrize("T", [1, 4])
-def test_squares_before_rounding(
-    T: int, metric: bool, dtypes: tuple[torch.dtype, ...], device: str
-) -> None:
+def test_squares_before_rounding(T: int, dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """Half of these gradients vanish in float16."""
     x = (torch.randn(3, T, 70, device=device) * 1e-4).to(dtypes[0])
     dy = (torch.randn(3, T, 90, device=device) * 3e-4).to(dtypes[0])
     dw = torch.empty(90, 70, dtype=dtypes[1], device=device)
-    rows = torch.empty(1 + metric, 5, device=device)
-    v, constants = torch.rand(90, 70, device=device), torch.ones(2, device=device).double()
-    route, of_metric = "gram" if T > 1 else "closed", (v, constants) if metric else None
-    outer.outer_wgrad(x, dy, dw, rows, metric=of_metric, route=route)
+    rows = torch.empty(1, 5, device=device)
+    outer.outer_wgrad(x, dy, dw, rows, route="gram" if T > 1 else "closed")
     want, norms = loop(x, dy)
     torch.testing.assert_close(dw, want.to(dtypes[1]), rtol=1e-3, atol=6e-8)
     torch.testing.assert_close(rows[0, :-1].double(), norms, rtol=1e-5, atol=0)
-    if metric:
-        sqnorm = (want.square() / (v.double().sqrt() + 1)).sum()
-        torch.testing.assert_close(rows[1, 3].double(), sqnorm, rtol=1e-5, atol=0)
 
 
 def test_pieces_of_a_bias() -> None:
@@ -268,14 +219,12 @@ def test_whoever_comes_last(
     linear_wgrad.launches.cache_clear()
     B, T, I, O = shape
     x, dy = torch.randn(B, T, I), torch.randn(B, T, O)
-    v, v_O, constants = torch.rand(O, I), torch.rand(O), torch.ones(2, 2, dtype=torch.float64)
-    for more in ({}, dict(moments=[v, v_O], constants_P2=constants)):
-        found, last_first = [], (lambda n: reversed(range(n)))
-        for of in (range, (lambda n: [*range(1, n), 0]) if more else last_first):
-            order["of"] = of
-            found.append(KERNELS.linear_wgrad(x, dy, True, True, False, F32, **more))
-        for one in found[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(found[0], one))
+    found = []
+    for of in (range, lambda n: reversed(range(n)), lambda n: [*range(1, n), 0]):
+        order["of"] = of
+        found.append(KERNELS.linear_wgrad(x, dy, True, True, False, F32))
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], one))
 
 
 @interpreted
@@ -293,16 +242,7 @@ def test_launches(bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch)
     if bias:
         assert count_launches(lambda: KERNELS.linear_wgrad(x, dy, False, True, False, F32)) == 2
     monkeypatch.setattr(outer, "linear_route", lambda *args: "fused")
-    parts = [x] * 3, [dy, dy[..., :8].contiguous(), dy]
-    assert count_launches(lambda: KERNELS.in_projection_wgrad(*parts, True, bias, F32)) == 6
-    shape = (40, 24) if transposed else (24, 40)
     strided = torch.randn(4, 24, 70).mT  # one copy more
     assert (
         count_launches(lambda: KERNELS.linear_wgrad(x, strided, True, bias, transposed, F32)) == 3
-    )
-    moments, constants = [torch.rand(shape), torch.rand(24)][: 1 + bias], torch.ones(1 + bias, 2)
-    metric = dict(moments=moments, constants_P2=constants.double())
-    assert (
-        count_launches(lambda: KERNELS.linear_wgrad(x, dy, True, bias, transposed, F32, **metric))
-        == 2
     )

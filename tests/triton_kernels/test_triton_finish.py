@@ -13,7 +13,6 @@ import pytest
 import torch
 from kernel_launches import launched, shuffled_programs
 from signed import Signed
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
@@ -31,11 +30,6 @@ from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
 KERNELS = Signed(operators)
-
-
-def metric(device: str, *v: Tensor) -> dict[str, Any]:
-    constants = torch.tensor([[1.5, 1e-3]] * len(v), dtype=torch.float64, device=device)
-    return dict(moments=[t.to(device) for t in v], constants_P2=constants)
 
 
 def layer_norm(device: str, shape: tuple[int, int, int], **more: Any) -> Callable[[], Any]:
@@ -90,8 +84,8 @@ CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
         lambda device: layer_norm(device, (3, 40, 100)),
         ["norm_backward_kernel", "finish_sums_kernel"],
     ),
-    "rms norm under a metric": (
-        lambda device: rms_norm(device, (3, 40, 100), **metric(device, torch.rand(100))),
+    "rms norm": (
+        lambda device: rms_norm(device, (3, 40, 100)),
         ["norm_backward_kernel", "finish_sums_kernel"],
     ),
     "wide rms norm": (
@@ -99,10 +93,6 @@ CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
         ["norm_means_kernel", "norm_backward_kernel", "finish_sums_kernel"],
     ),
     "embedding": (lambda device: embedding(device, 3, 9, 600), EMBEDDING),
-    "embedding under a metric": (
-        lambda device: embedding(device, 2, 9, 40, **metric(device, torch.rand(300, 40))),
-        EMBEDDING,
-    ),
     "experts": (
         lambda device: experts(device, True),
         ["linear_wgrad_segments_kernel", "segment_sums_kernel", "segments_finish_kernel"],
@@ -168,11 +158,11 @@ def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_samples_than_a_grid_has_rows() -> None:
     """A grid's second and third axis end at 65,535."""
-    assert sums.plan(65535, (64,), (16384,), 1).grid[1] == 65535
+    assert sums.plan(65535, (64,), (16384,)).grid[1] == 65535
     with pytest.raises(
         ValueError, match=r"65536 samples .* pieces \(64,\) .* smaller micro-batches"
     ):
-        sums.plan(65536, (64,), (16384,), 1)
+        sums.plan(65536, (64,), (16384,))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU does not say which program stores")
@@ -222,33 +212,23 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("under_metric", [False, True], ids=["", "metric"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
-def test_sums(
-    size: tuple[int, tuple[int, ...], tuple[int, ...]], under_metric: bool, device: str
-) -> None:
+def test_sums(size: tuple[int, tuple[int, ...], tuple[int, ...]], device: str) -> None:
     B, pieces, widths = size
     partials = [torch.randn(B, c, n, device=device) + 1 for c, n in zip(pieces, widths)]
     dtypes = [F32, F16, F32, F16]  # the interpreter cuts off what bfloat16 lacks
     grads = [torch.empty(n, dtype=d, device=device) for n, d in zip(widths, dtypes)]
-    more = metric(device, *(torch.rand(n, device=device) for n in widths)) if under_metric else {}
-    measures = 1 + under_metric
-    rows = torch.empty(measures * len(widths), B + 2, device=device)
-    plan = sums.plan(B, pieces, widths, measures)
-    plan.run(
-        partials, grads, rows, torch.zeros(plan.tickets, dtype=torch.int32, device=device), **more
-    )
-    for i, (partial, grad) in enumerate(zip(partials, grads)):
+    rows = torch.empty(len(widths), B + 2, device=device)
+    plan = sums.plan(B, pieces, widths)
+    plan.run(partials, grads, rows, torch.zeros(plan.tickets, dtype=torch.int32, device=device))
+    for partial, grad, row in zip(partials, grads, rows.double()):
         g_BN = partial.double().sum(1)
         total_N = g_BN.sum(0)
         rtol = 2**-11 if grad.dtype == F16 else 1e-5
         torch.testing.assert_close(grad.double(), total_N, rtol=rtol, atol=1e-4)
-        for m in range(measures):
-            p_N = 1 / (more["moments"][i].double().sqrt() * 1.5 + 1e-3) if m else 1.0
-            row = rows[m * len(widths) + i].double()
-            torch.testing.assert_close(row[:B], (p_N * g_BN**2).sum(1), rtol=1e-5, atol=0)
-            torch.testing.assert_close(row[B], (p_N * total_N**2).sum(), rtol=1e-5, atol=0)
-            assert row[B + 1] == 1.0
+        torch.testing.assert_close(row[:B], (g_BN**2).sum(1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(row[B], (total_N**2).sum(), rtol=1e-5, atol=0)
+        assert row[B + 1] == 1.0
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
@@ -276,29 +256,22 @@ def test_squares_of_embeddings(
 
 
 @pytest.mark.parametrize("piece", [1, 3, 16])
-@pytest.mark.parametrize("under_metric", [False, True], ids=["", "metric"])
-def test_frequent_ids(
-    under_metric: bool, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequent_ids(piece: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and segments of several programs, which begin and end anywhere."""
     monkeypatch.setattr(embeddings, "PIECE", piece)
     ids = torch.tensor([[7] * 20, [7] * 9 + [2, 3] + [5] * 9, [5] * 14 + [280, 7, 7, 299, 2, 2]])
     ids = torch.cat([ids, torch.randint(0, 300, (1, 20))]).to(device)
     dy = torch.randn(4, 20, 530, device=device) + 1
-    v = torch.rand(300, 530, device=device)
-    more = metric(device, v) if under_metric else {}
-    p = torch.stack([torch.ones_like(v), 1 / (v * 2.25).sqrt().add(1e-3)]).double()
     # A row is padding by its key alone, however the runs are cut: a rare id stands for the others.
-    for padding_idx in (-1, 2, 7) if piece == 3 and not under_metric else (2,):
-        dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, padding_idx, F32, **more)
+    for padding_idx in (-1, 2, 7) if piece == 3 else (2,):
+        dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, padding_idx, F32)
         onehot = torch.nn.functional.one_hot(ids, 300).double()
         onehot[..., padding_idx] *= padding_idx < 0
         g = onehot.mT @ dy.double()
         g = torch.cat([g, g.sum(0, keepdim=True)])
         torch.testing.assert_close(dw.double(), g[-1], rtol=1e-5, atol=1e-5)
-        for row, p_VD in zip(rows.double(), p):
-            want = (p_VD * g.square()).sum((1, 2))
-            torch.testing.assert_close(row, torch.cat([want, want.new_ones(1)]), rtol=1e-5, atol=0)
+        want = torch.cat([g.square().sum((1, 2)), g.new_ones(1)])
+        torch.testing.assert_close(rows[0].double(), want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")

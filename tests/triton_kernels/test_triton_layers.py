@@ -22,24 +22,6 @@ KERNELS, REFERENCE = Signed(operators), Signed(reference)
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 
 
-@pytest.mark.parametrize("T", [1, 9, 70])
-@pytest.mark.parametrize("weight, bias", [(True, True), (True, False), (False, True)])
-def test_in_projection_wgrad(weight: bool, bias: bool, T: int, device: str) -> None:
-    """Three blocks of one weight, from gradients and inputs that lie apart."""
-    torch.manual_seed(0)
-    x, memory = (torch.randn(3, T + n, 20, device=device) for n in (0, 2))
-    inputs, heights = [x, memory, memory], (24, 8, 8)
-    dys = [torch.randn(*t.shape[:2], O, device=device) for t, O in zip(inputs, heights)]
-    dw, db, rows = KERNELS.in_projection_wgrad(inputs, dys, weight, bias, F32)
-    blocks = [dy.double().mT @ t.double() for t, dy in zip(inputs, dys)]
-    sums = [dy.double().sum(1) for dy in dys]
-    if weight:
-        assert_gradient(dw, torch.cat(blocks, dim=1))
-    if bias:
-        assert_gradient(db, torch.cat(sums, dim=1))
-    assert_rows(rows, blocks * weight + sums * bias)
-
-
 def embedding_gradients(dy_BTD: Tensor, ids_BT: Tensor, V: int, padding_idx: int) -> Tensor:
     """[B, V, D], row by row in float64."""
     g = dy_BTD.new_zeros((len(ids_BT), V, dy_BTD.shape[2]), dtype=torch.float64)

@@ -44,15 +44,9 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     B, T, I, O = shape
     x, dy = (torch.randn(B, T, n, device=device).to(dtype) for n in (I, O))
     ids = torch.zeros(B, 1, dtype=torch.long, device=device)
-    v, v_O = torch.rand(O, I, device=device), torch.rand(O, device=device)
-    constants = torch.ones(2, 2, dtype=torch.float64, device=device)
     compare("linear_wgrad", x, dy, True, True, False, F32)
-    compare("linear_squares", x, dy, False)
     compare("linear_wgrad", x, dy, True, True, False, F32, ids_BS=ids)
-    metric = dict(moments=[v, v_O], constants_P2=constants)
-    compare("linear_wgrad", x, dy, True, True, False, F32, **metric)
-    metric = dict(ids_BS=ids, moments=[v], constants_P2=constants[:1])
-    compare("linear_wgrad", x, dy, True, False, False, F32, **metric)
+    compare("linear_wgrad", x, dy, True, False, False, F32, ids_BS=ids)
     for bounds in ([0, T // 2, T], [0, T], [0, 0, T]):
         starts = torch.tensor(bounds, device=device)
         for experts in (0, 1):
@@ -64,12 +58,9 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
 @pytest.mark.parametrize(("B", "T"), [(1, 1), (1, 2), (2, 1)])
 def test_embedding(B: int, T: int, D: int, device: str) -> None:
     ids = torch.zeros(B, T, dtype=torch.long, device=device)
-    dy, v = torch.randn(B, T, D, device=device), torch.rand(300, D, device=device)
-    constants = torch.ones(1, 2, dtype=torch.float64, device=device)
+    dy = torch.randn(B, T, D, device=device)
     for padding_idx in (-1, 0, 1):
         compare("embedding_wgrad", dy, ids, 300, padding_idx, F32)
-    metric = dict(moments=[v], constants_P2=constants)
-    compare("embedding_wgrad", dy, ids, 300, -1, F32, **metric)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 40), (1, 5, 1), (3, 1, 9000)], ids=str)

@@ -27,6 +27,9 @@ from gnsfast.kept import kept, kept_chance
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import find_processes, fsdp_degrees, mean
 
+COMPARED = 4
+"""So many micro-batches of an update are compared where the noise scale has other metrics."""
+
 
 class Stream(Protocol):
     """Training samples in a fixed order, at a position that can be saved."""
@@ -189,14 +192,19 @@ class TorchRun:
             set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
         self._rates = [float(g["lr"]) for g in groups]
 
-    def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
-        """Accumulate the gradient of a batch by micro-batches; returns its mean loss."""
+    def _backward(
+        self, batch_size: int, gns: GradientNoiseScale | None, least_passes: int = 1
+    ) -> float:
+        """Accumulate the gradient of a batch by micro-batches, of which each process has
+        ``least_passes`` or more where it has as many samples; returns the mean loss.
+        """
         processes = self.batch_multiple
         if batch_size % processes:
             raise ValueError(
                 f"batch_size={batch_size} must be a multiple of the {processes} processes"
             )
-        largest = self.micro_batch or batch_size
+        largest = max(1, batch_size // (processes * least_passes))
+        largest = min(self.micro_batch or largest, largest)
         losses = []
         for start in range(0, batch_size, largest * processes):
             n = min(largest * processes, batch_size - start)
@@ -282,9 +290,10 @@ class TorchRun:
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
 
-        It includes other metrics that fit the optimizer, where the model's layers measure them:
-        those of Adam and sign descent for a ``torch.optim.Adam`` or ``AdamW`` that has stepped,
-        that of spectral descent for ``Muon``, and that of sign descent for any other optimizer.
+        It includes other metrics that fit the optimizer: those of Adam and sign descent for a
+        ``torch.optim.Adam`` or ``AdamW`` that has stepped, that of spectral descent for ``Muon``,
+        and that of sign descent for any other optimizer. They compare micro-batches, so each batch
+        is split into four or more, where it has as many samples.
 
         Weights, gradients, buffers, random numbers and data position are restored afterwards. The
         result is None if the model has no trainable parameter, and ``noise_scale_reason`` then says
@@ -295,12 +304,12 @@ class TorchRun:
         if not any(p.requires_grad for p in self.model.parameters()):
             self.noise_scale_reason = "the model has no trainable parameter"
             return None
-        metric = fitting_metrics(self.model, self.optimizer)
+        metric = fitting_metrics(self.model, self.optimizer) if self.batch_size > 1 else ()
         optimizer = optimizer_for(metric, self.optimizer)
         gns = GradientNoiseScale(self.model, window=batches, metric=metric, optimizer=optimizer)
         with self._restored():
             for _ in range(batches):
-                self._backward(self.batch_size, gns)
+                self._backward(self.batch_size, gns, COMPARED if metric else 1)
                 for p in self.model.parameters():
                     p.grad = None
         return gns.compute()
