@@ -17,8 +17,8 @@ import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
 from benchmarks.measure import own_share, wall_seconds
 from benchmarks.networks import GPT, Perceptron, gpt_batch, gpt_loss
+from examples.tiny_gpt import Block
 from gnsfast import reference
-from gnsfast.cli.tiny_gpt import Block
 from gnsfast.ops import backends, cpu, operators
 from gnsfast.reference.outer import linear_route
 from gnsfast.signatures import LinearWgrad

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on a GPU, alone, beside torch's own: the weight gradient with norms, its routes and
-tiles, the CUDA extension's kernels, and the Hopper kernel with one choice changed at a time beside
-what was counted for it; then other layers' backward.
+tiles, the CUDA extension's kernels, and the Hopper kernel with one choice changed at a time; then
+other layers' backward.
 """
 
 import statistics
@@ -16,7 +16,6 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.contestants import cases
 from benchmarks.contestants.cases import LayerCase, plain_wgrad
-from benchmarks.model.tables import predicted
 from benchmarks.record import Growing, Rows, Tables
 from gnsfast.ops import extension, operators
 from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward, empty_rows
@@ -79,14 +78,8 @@ def wall_clock(device: str) -> measure.Clock:
     return measure.cuda_wall_seconds if device == "cuda" else measure.wall_seconds
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-
-
 def ops(device: str) -> Iterator[Tables]:
-    """The weight gradient with norms beside plain dW, bf16, and what was counted for it; then
-    norm layers and embeddings.
-    """
+    """The weight gradient with norms beside plain dW, bf16; then norm layers and embeddings."""
     found, title = Growing(), "Other layers' backward"
     yield from found.over("The weight gradient alone", OPS, partial(weight_gradient, device))
     yield from found.over(title, WIDTHS, partial(layer_norm, device))
@@ -145,7 +138,7 @@ def weight_gradient(device: str, case: LayerCase) -> Rows:
     timings = timed(case, device, "plain", "gnsfast")
     row: dict[str, Any] = {"weight gradient, bf16": case.name, "T": case.T, "B": case.B}
     row |= {"route": route(case, device), "plain ms": round(timings["plain"].milliseconds, 4)}
-    return [row | rates(case, timings) | {"predicted": predicted(case, device_name(device))}]
+    return [row | rates(case, timings)]
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -245,11 +238,7 @@ def beside_triton(device: str, case: LayerCase) -> Rows:
     own = extension.kernel_for(torch.cuda.get_device_capability())
     row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
     names = "plain", "triton", *sorted({own, "sm80"})
-    row |= rates(case, timed(case, device, *names))
-    for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
-        name = torch.cuda.get_device_name()
-        row[f"{kernel} predicted"] = predicted(case, name, kernel, route="fused")
-    return [row]
+    return [row | rates(case, timed(case, device, *names))]
 
 
 def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:

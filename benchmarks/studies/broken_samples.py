@@ -13,7 +13,7 @@ import gnsfast
 from benchmarks.measure import interleave
 from benchmarks.record import Rows, Tables
 from benchmarks.studies.training import narrow_run, update
-from gnsfast.cli import tiny_gpt
+from examples import tiny_gpt
 
 SEEDS = (21, 22)
 STEPS, WARM_UP, BATCH = 1000, 100, 16

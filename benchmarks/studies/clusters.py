@@ -13,8 +13,8 @@ import gnsfast
 from benchmarks.measure import Timing, interleave
 from benchmarks.record import Rows, Tables
 from benchmarks.studies.training import update
+from examples import tiny_gpt
 from gnsfast import ops
-from gnsfast.cli import tiny_gpt
 from gnsfast.functional import Groups
 from gnsfast.signatures import LinearWgrad
 

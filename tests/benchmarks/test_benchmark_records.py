@@ -291,8 +291,7 @@ def test_a_figure_is_one_text(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("matplotlib")
 def test_the_readmes_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("compiled", "counted"):
-        monkeypatch.setattr(readme, name, lambda: "")
+    monkeypatch.setattr(readme, "compiled", lambda: "")
     (tmp_path / "results").mkdir()
     written(tmp_path / "results")
     page = tmp_path / "README.md"
@@ -329,10 +328,8 @@ def test_a_gpu_record_ends_the_sentence_about_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = written(tmp_path)
-    for name in ("compiled", "counted"):
-        monkeypatch.setattr(readme, name, lambda name=name: f"{name.capitalize()}: 7.")
-    said = "**No GPU has run the kernels yet.** Compiled: 7. Counted: 7."
-    assert readme.gpu(source, tmp_path) == said
+    monkeypatch.setattr(readme, "compiled", lambda: "Compiled: 7.")
+    assert readme.gpu(source, tmp_path) == "**No GPU has run the kernels yet.** Compiled: 7."
     for name in ("2026-12-01-gpu-ops", "2026-12-02-gpu-ops", "2026-12-02-gpu-step"):
         written(tmp_path, {}, name, gpu="a GPU")
     links = "[gpu-ops](2026-12-02-gpu-ops.md), [gpu-step](2026-12-02-gpu-step.md)"

@@ -12,7 +12,7 @@ from noise_cases import one_update
 from torch import Tensor
 
 import gnsfast
-from gnsfast.cli import tiny_gpt
+from examples import tiny_gpt
 
 N = 16
 
