@@ -2,9 +2,9 @@
 """Measures per-sample gradient norms and the gradient noise scale inside the backward pass."""
 
 from gnsfast import functional
-from gnsfast.configure import configure, convert
+from gnsfast.configure import configure
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale, LargestSample, TwoBatchNoiseScale
+from gnsfast.estimator import GradientNoiseScale, LargestSample
 from gnsfast.following import Coverage, CoverageRow, coverage
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
@@ -79,13 +79,11 @@ __all__ = [
     "SampleNorms",
     "SampleShapeError",
     "SyncBatchNorm",
-    "TwoBatchNoiseScale",
     "Verification",
     "VerifiedParameter",
     "__version__",
     "brute_force_noise_scale",
     "configure",
-    "convert",
     "coverage",
     "cu_seqlens",
     "flag",

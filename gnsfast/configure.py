@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a model: what is left out, and an example of a batch."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -83,22 +82,3 @@ def _show(
                 (run or structure.model)(*args, **kwargs)
         finally:
             structure.given = ()
-
-
-def convert(model: nn.Module, *, example: Any = None, exclude: Any = None) -> nn.Module:
-    """Return ``model`` as it is: models need no conversion any more. Use ``gnsfast.configure`` for
-    the options.
-
-    >>> import warnings
-    >>> with warnings.catch_warnings(record=True):
-    ...     model = gnsfast.convert(torch.nn.Linear(5, 2))
-    >>> type(model).__module__
-    'torch.nn.modules.linear'
-    """
-    warnings.warn(
-        "gnsfast.convert(model) is no longer needed, because models are measured as they are. Its "
-        "options are those of gnsfast.configure(model, exclude=[...], example=batch).",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return configure(model, exclude=exclude or (), example=example)

@@ -52,7 +52,7 @@ class Settings:
             raise ValueError(
                 "noise_from='micro_batches' needs metric='sign' or metric='spectral'. For the "
                 "Euclidean noise scale of micro-batches use GradientNoiseScale(model, "
-                "unit='micro_batch'), which is gnsfast.TwoBatchNoiseScale(model)."
+                "unit='micro_batch')."
             )
         of_samples = self.groups or self.clusters or self.keep_largest or self.optimizer is not None
         if self.by_gradients and (self.local or of_samples):

@@ -2,7 +2,6 @@
 """The probes of a whole model, parameter by parameter."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +64,6 @@ class ProbeSlab:
     def refuse_unseen(self, names: list[str]) -> None:
         """Raise at the end of a pass if gradients arrived unseen, where that is known so early."""
 
-    def show(self, args: Any, kwargs: Any) -> None:
-        """Show the batch of the open pass, before the model gets it."""
-        self.followed.batches.show(args, kwargs)
-
     @property
     def idle(self) -> list[str]:
         """The parameters that backward did not reach."""
@@ -130,7 +125,8 @@ class ProbeSlab:
             raise ObservationError(
                 f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
                 "samples together, so no per-sample gradient exists. Call eval() on it, use "
-                "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
+                "GroupNorm or LayerNorm instead, or measure with GradientNoiseScale(model, "
+                "unit='micro_batch')."
             )
 
     def read(self) -> None:

@@ -363,15 +363,13 @@ def test_two_estimators_with_open_blocks() -> None:
     data = draw(2)
     models = make(), make()
     counter = CompileCounterWithBackend("eager")
-    attached = [gnsfast.GradientNoiseScale(m, metric="sign") for m in models]
-    hooks = [gns.attach() for gns in attached]
+    one, two = (gnsfast.GradientNoiseScale(m, metric="sign") for m in models)
     for x, y in data:
-        for model in models:
-            F.cross_entropy(model(x), y).backward()
-        for model, gns in zip(models, attached):
+        with one.microbatch(len(x)), two.microbatch(len(x)):
+            for model in models:
+                F.cross_entropy(model(x), y).backward()
+        for gns in (one, two):
             gns.update()
-            model.zero_grad()
-    for hook in hooks:
-        hook.remove()
+            gns.model.zero_grad()
     torch.compile(make(), backend=counter)(data[0][0])
     assert counter.frame_count == 1
