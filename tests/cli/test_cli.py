@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``gnsfast`` command: its pages of options, and what ``doctor`` says."""
+"""The ``gnsfast`` command: its help, and what ``doctor`` says."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import typer.cli
 import typer.main
 from rich.text import Text
 from typer.testing import CliRunner
@@ -19,14 +17,6 @@ from gnsfast.cli.app import app
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def test_the_page_of_options() -> None:
-    arguments = ["gnsfast.cli.app", "utils", "docs", "--name", "gnsfast", "--title", "All options"]
-    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
-    found = CliRunner().invoke(typer.cli.app, arguments).output.strip()
-    how = f"python -m typer {' '.join(arguments[:5])} --title 'All options' --output {page}"
-    assert found == page.read_text(encoding="utf-8").strip(), how
 
 
 def test_doctor() -> None:
