@@ -2,9 +2,7 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``families``: of which of transformers' architectures the norms are right;
 ``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
-weights of a training run; ``updates``: what whole updates of small models cost;
-``broken-samples``: whether samples with large gradients are the broken ones; ``clusters``: what
-those of samples cost.
+weights of a training run; ``updates``: what whole updates of small models cost.
 """
 
 import argparse
@@ -18,7 +16,7 @@ from benchmarks.cpu import parts as cpu
 from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
-from benchmarks.studies import broken_samples, clusters, intervals, present
+from benchmarks.studies import intervals, present
 
 
 class Study:
@@ -42,8 +40,6 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "gpu": (gpu, "the kernels on this GPU: right, then fast"),
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
-    "broken-samples": (Study(broken_samples), "are the largest gradients theirs; a minute"),
-    "clusters": (Study(clusters), "of samples: what they cost; a minute"),
     "updates": (updates, "of small models; two minutes"),
     "families": (sweep, "what of transformers is right"),
     "budgets": (budgets, "committed counts that may not grow"),

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
-from benchmarks.measure import own_share, wall_seconds
 from benchmarks.networks import GPT, Perceptron, gpt_batch, gpt_loss
 from examples.tiny_gpt import Block
 from gnsfast import reference
@@ -195,27 +193,6 @@ def training_step(
         session.clear()
 
     return step
-
-
-def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
-    """A measured training step, and the seconds that ``GradientNoiseScale`` itself took so far:
-    entering and leaving the micro-batch, ``update`` and a ``compute`` every ten steps. The layers'
-    own share is not in it.
-    """
-    torch.manual_seed(0)
-    model, batch = GPT(), gpt_batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    gns = gnsfast.GradientNoiseScale(model)
-    spent: list[float] = []
-
-    def step() -> None:
-        asked = len(spent) % 20 == 18
-        backward = lambda: gpt_loss(model, batch).backward()
-        spent.extend(own_share(gns, GPT.B, backward, wall_seconds, asked))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, lambda: sum(spent)
 
 
 def operands(case: LayerCase, **of: Any) -> tuple[Tensor, Tensor]:

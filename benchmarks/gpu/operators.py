@@ -56,16 +56,8 @@ VARIANTS = (
 )
 """Of ``csrc/variants_sm90.cu``, which ``GNSFAST_CUDA_VARIANTS=1`` builds."""
 
-COUNTED = {
-    128: {"sm90 unordered": 1.09, "sm90 unsplit": 1.125},
-    512: {"sm90 unordered": 1.02, "sm90 unsplit": 1.125},
-    2048: {"sm90 unordered": 1.006, "sm90 unsplit": 1.125},
-    16384: {"sm90 128 x 256, one sample": 0.89},
-}
-"""Time beside the kernel that ships, by tokens of a sample. A sample's end costs 150 cycles to
-drain and restart where no other warpgroup multiplies meanwhile, a token 12 at 87 % of the tensor
-cores' peak. Unsplit: 6 waves instead of 5 1/3. One sample: nothing ends and nothing is cut, 97 %
-of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
+LENGTHS_APART = (128, 512, 2048, 16384)
+"""Tokens of a sample in the kernel that is taken apart; the last is all tokens in one sample."""
 
 
 def clock(device: str) -> measure.Clock:
@@ -230,7 +222,7 @@ def cuda(device: str) -> Iterator[Tables]:
     yield from found.over(title, CUDA, partial(beside_triton, device))
     if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
         title = "The Hopper kernel taken apart"
-        yield from found.over(title, COUNTED, partial(taken_apart, device))
+        yield from found.over(title, LENGTHS_APART, partial(taken_apart, device))
 
 
 def beside_triton(device: str, case: LayerCase) -> Rows:
@@ -242,8 +234,8 @@ def beside_triton(device: str, case: LayerCase) -> Rows:
 
 
 def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:
-    """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
-    case = LayerCase("square", size, size, T, max(COUNTED))
+    """Times beside the Hopper kernel that ships, interleaved with it."""
+    case = LayerCase("square", size, size, T, max(LENGTHS_APART))
     names = [name for name in VARIANTS if (case.B > 1) != name.endswith("one sample")]
     return [
         {
@@ -252,7 +244,6 @@ def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:
             "B": case.B,
             "ms": round(timing.milliseconds, 4),
             "time / sm90": timing,
-            "counted": COUNTED[T].get(name, ""),
         }
         for name, timing in timed(case, device, "sm90", *names, "plain").items()
     ]

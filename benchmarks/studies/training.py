@@ -35,13 +35,5 @@ def narrow_run(
         optimizer.zero_grad()
 
 
-def update(gns: gnsfast.GradientNoiseScale, windows: Tensor, **options: Any) -> None:
-    """Forward and backward pass, and the noise scale's part; the weights stay."""
-    with gns.microbatch(len(windows), **options):
-        tiny_gpt.loss_of(gns.model, windows).backward()
-    gns.update()
-    gns.model.zero_grad()
-
-
 def span(value: float, lower: float, upper: float) -> str:
     return f"{value:.3g} ({lower:.3g} to {upper:.3g})"

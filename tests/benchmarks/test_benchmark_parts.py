@@ -47,20 +47,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu.verdicts.cache_clear()
 
 
-def test_the_estimators_share(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step whose clock ticks once whenever it is read: two spans, entering and leaving."""
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
-    run, spent = cases.estimated_step()
-    for n in range(1, 12):
-        run()
-        assert spent() == 2 * n
-    monkeypatch.undo()
-
-
 def test_tables_of_single_processes(tiny: None) -> None:
-    (rows,) = cpu.estimator([1], 3).values()
-    assert 0 < rows[0]["estimator ms"] < rows[0]["step ms"] and 0 < rows[0]["share %"] < 100
     (plain, ours) = cpu.compile([1], 5)["Compile time"]
     assert [plain["contestant"], ours["contestant"]] == ["plain", "gnsfast"]
     assert plain["ratio"].ratio == 1 and ours["ratio"].ratio > 0 and ours["first step s"] >= 0
@@ -83,7 +70,6 @@ def test_autocast(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what runs beside the estimator."""
     run = Gnsfast.run
 
     def doubled(self: Gnsfast) -> None:
@@ -93,8 +79,6 @@ def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Gnsfast, "run", doubled)
     with pytest.raises(RuntimeError, match="compiled, gnsfast is wrong: .*is off by 1.0e"):
         cpu.compile([1], 5)
-    with pytest.raises(SystemExit, match="gnsfast is wrong on GPT of one layer"):
-        cpu.estimator([1], 3)
 
 
 def test_an_interrupted_run_replaces_no_whole_record(
@@ -140,14 +124,14 @@ def test_parts_after_one_that_raises(
     def raises(threads: list[int], rounds: int) -> Any:
         raise RuntimeError("out of luck\nand more")
 
-    monkeypatch.setitem(cpu.PARTS, "estimator", raises)
+    monkeypatch.setitem(cpu.PARTS, "coverage", raises)
     monkeypatch.setitem(cpu.PARTS, "start", lambda threads, rounds: {"Start-up time": [{"ms": 1}]})
-    with pytest.raises(SystemExit, match="failed: estimator; see above"):
-        command.main(["cpu", "--only", "estimator", "start", "--record", str(tmp_path)])
-    (path,) = tmp_path.glob("*-cpu-estimator-start.json")
+    with pytest.raises(SystemExit, match="failed: coverage; see above"):
+        command.main(["cpu", "--only", "coverage", "start", "--record", str(tmp_path)])
+    (path,) = tmp_path.glob("*-cpu-coverage-start.json")
     tables = record.read(path).tables
-    assert tables["estimator"] == [
-        {"part": "estimator", "result": "raises RuntimeError: out of luck"}
+    assert tables["coverage"] == [
+        {"part": "coverage", "result": "raises RuntimeError: out of luck"}
     ]
     assert tables["Start-up time"] == [{"ms": 1}]
 
