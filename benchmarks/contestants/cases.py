@@ -168,17 +168,6 @@ def cast_loss(loss_of: Loss, model: nn.Module, batch: tuple[Tensor, ...]) -> Ten
 autocast_loss = partial(cast_loss, gpt_loss)
 
 
-def compiled_step(contestant: Contestant) -> Callable[[], None]:
-    """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
-    return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
-
-
-def one_layer_gpt() -> Problem:
-    """The model of ``compiled_step``, not compiled."""
-    torch.manual_seed(0)
-    return Problem("GPT of one layer", GPT.T, GPT(128, 2, 1), gpt_loss, gpt_batch())
-
-
 def training_step(
     contestant: Contestant, model: nn.Module | None = None, loss_of: Loss = gpt_loss
 ) -> Callable[[], None]:

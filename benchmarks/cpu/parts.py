@@ -238,19 +238,6 @@ def check_operator(case: LayerCase, ways: dict[str, Callable[[], Any]]) -> None:
             torch.testing.assert_close(got, torch.stack(want), rtol=rtol, atol=0.0)
 
 
-def compile(threads: list[int], rounds: int) -> Tables:
-    """First and later steps of a GPT of one layer through ``torch.compile``."""
-    rows: Rows = []
-    for c in (PLAIN, GNSFAST):
-        n = str(threads[-1])
-        answer = fresh.ask("compiled", c.name, n, str(rounds), **fresh.NO_CACHE)
-        timing = measure.Timing(**answer["timing"])
-        row = {"threads": threads[-1], "contestant": c.name}
-        row |= {"first step s": round(answer["seconds"], 1), "ms": round(timing.milliseconds, 1)}
-        rows.append(row | {"ratio": timing})
-    return {"Compile time": rows}
-
-
 def start(threads: list[int], rounds: int) -> Tables:
     """Medians over fresh processes, which import one after the other."""
     runs = max(3, rounds // 3)
@@ -271,7 +258,6 @@ PARTS: dict[str, Callable[[list[int], int], Tables]] = {
     "layers": layers,
     "attention": attention,
     "operator": operator,
-    "compile": compile,
     "start": start,
 }
 

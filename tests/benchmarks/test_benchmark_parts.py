@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of ``python -m benchmarks cpu`` that need processes of their own, and ``budgets``."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from benchmarks import budget, measure, record  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
 from benchmarks.budgets import parts as regressions  # noqa: E402
 from benchmarks.contestants import cases  # noqa: E402
+from benchmarks.contestants.cases import Problem  # noqa: E402
 from benchmarks.contestants.sessions import Gnsfast  # noqa: E402
 from benchmarks.cpu import fresh
 from benchmarks.cpu import parts as cpu  # noqa: E402
-from benchmarks.networks import GPT, gpt_batch  # noqa: E402
+from benchmarks.networks import GPT, gpt_batch, gpt_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("global_flags")
 
@@ -32,25 +32,16 @@ class TinyGPT(GPT):
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models as small as can be, nothing compiled, in this process, with its threads."""
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as can be, in this process, with its threads."""
     monkeypatch.setattr(cases, "GPT", TinyGPT)
     monkeypatch.setattr(cases, "gpt_batch", lambda model=None: gpt_batch(TinyGPT))
-    monkeypatch.setattr(torch, "compile", lambda fn: fn)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(cases, "small_gpt", cases.one_layer_gpt)
-    cpu.verdicts.cache_clear()
-    functions = {"memory": fresh.memory, "compiled": fresh.compiled}
-    ask = lambda what, *arguments, **environment: functions[what](*arguments)
-    monkeypatch.setattr(fresh, "ask", ask)
-    yield
-    cpu.verdicts.cache_clear()
+    problem = Problem("GPT of one layer", TinyGPT.T, TinyGPT(), gpt_loss, cases.gpt_batch())
+    monkeypatch.setattr(cases, "small_gpt", lambda: problem)
 
 
-def test_tables_of_single_processes(tiny: None) -> None:
-    (plain, ours) = cpu.compile([1], 5)["Compile time"]
-    assert [plain["contestant"], ours["contestant"]] == ["plain", "gnsfast"]
-    assert plain["ratio"].ratio == 1 and ours["ratio"].ratio > 0 and ours["first step s"] >= 0
+def test_memory_of_a_process(tiny: None) -> None:
     assert fresh.memory("gnsfast", "1") >= 0
 
 
@@ -67,18 +58,6 @@ def test_autocast(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gnsfast, "run", off)
     with pytest.raises(SystemExit, match="gnsfast under autocast: .* is off by 2.*e-02"):
         cpu.autocast([1], 2)
-
-
-def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Gnsfast.run
-
-    def doubled(self: Gnsfast) -> None:
-        run(self)
-        self._sqnorms = {name: 2 * sqnorm_B for name, sqnorm_B in self._sqnorms.items()}
-
-    monkeypatch.setattr(Gnsfast, "run", doubled)
-    with pytest.raises(RuntimeError, match="compiled, gnsfast is wrong: .*is off by 1.0e"):
-        cpu.compile([1], 5)
 
 
 def test_an_interrupted_run_replaces_no_whole_record(

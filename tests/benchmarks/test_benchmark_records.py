@@ -241,48 +241,26 @@ def test_the_figure_shows_the_records_numbers(tmp_path: Path) -> None:
             assert f"{value:.2f}" in [text.get_text() for text in axes[panel].texts]
     spans = {tuple(line.get_xdata()) for line in axes["time"].lines}
     assert (1.02, 1.05) in spans  # gnsfast's quartiles
-    for panel, title in (("T", "Overhead against T"), ("B", "Cost against B")):
-        rows = [row for row in source.tables[title] if row["layer"] == "up"]
-        lines = {c.get_label(): c for c in axes[panel].containers}
-        assert lines.keys() == {row["contestant"] for row in rows} - {"plain torch"}
-        for name, (line, _, (bars,)) in lines.items():
-            own = [row for row in rows if row["contestant"] == name]
-            assert list(line.get_xdata()) == [row[panel] for row in own]
-            assert list(line.get_ydata()) == [row["ratio"].ratio for row in own]
-            ends = [segment[:, 1] for segment in bars.get_segments()]
-            for row, (low, high) in zip(own, ends):
-                assert low == pytest.approx(row["ratio"].lower)
-                assert high == pytest.approx(row["ratio"].upper)
-        low, high = axes[panel].get_ylim()
-        assert low < 1 and high > max(row["ratio"].upper for row in rows)
 
 
 @pytest.mark.usefixtures("matplotlib")
 def test_a_figure_is_one_text(tmp_path: Path) -> None:
-    """Drawn twice it is the same; it carries the record's name and a hash of what it shows; whoever
-    has a curve alone is in its legend.
-    """
+    """Drawn twice it is the same; it carries the record's name and a hash of what it shows."""
     content = tables()
-    content["Cost against B"].append(content["Cost against B"][-1] | {"contestant": "alone"})
     source = written(tmp_path, content)
     text = figures.svg(source)
     assert text == figures.svg(source)
     ElementTree.fromstring(text)
-    shown = re.findall(r">([^<>]+)</text>", text)
-    assert {"gnsfast", "alone", "no whole step", "sum only", "74% of parameters"} <= {*shown}
-    assert {"up, 1 thread", "the same, T = 256"} <= {*shown}
-    assert {"A training step with gnsfast: 1.03 to 1.05 x plain's time, 1.00 x its memory"} <= {
-        *shown
-    }
+    shown = {*re.findall(r">([^<>]+)</text>", text)}
+    assert {"gnsfast", "sums, sum only", "parts, 74% of parameters"} <= shown
+    assert "A training step with gnsfast: 1.03 to 1.05 x plain's time, 1.00 x its memory" in shown
     path = figures.write(source)
     assert figures.signature_of(path) == figures.signature(source)
     assert figures.signature(source).startswith("2026-12-01-cpu sha256:")
-    content["Overhead against T"][-1]["ratio"] = timing(1.9)
+    step_row(content, "Gram")["ratio"] = timing(1.9)
     assert figures.signature(written(tmp_path, content)) != figures.signature_of(path)
-    content["Cost against B"] = [row | {"threads": 2} for row in content["Cost against B"]]
-    assert ">up, 2 threads, T = 256</text>" in figures.svg(written(tmp_path, content))
-    del content["Overhead against T"]
-    with pytest.raises(ValueError, match="has no table 'Overhead against T'"):
+    del content["Whole training step"]
+    with pytest.raises(ValueError, match="has no table 'Whole training step'"):
         figures.draw(written(tmp_path, content))
 
 
@@ -373,9 +351,9 @@ def test_the_check_finds_what_was_typed(
     page.write_text(good.replace("1.030", "1.020", 1))
     check([page])
     page.write_text(good)
-    curve = copy.deepcopy(content)
-    curve["Cost against B"][-1]["ratio"] = timing(1.31)
-    written(tmp_path, curve)
+    slower = copy.deepcopy(content)
+    step_row(slower, "Gram")["memory"] = 1.31
+    written(tmp_path, slower)
     check([figure])
     written(tmp_path, content)
     figure.unlink()
