@@ -23,8 +23,6 @@ MISSING = (
     "import sys, importlib.util as util;"
     "print(*[n for n in sys.argv[1:] if not util.find_spec(n)], sep='\\n')"
 )
-PEERS = ("opacus", "backpack", "opt_einsum", "einops", "unfoldNd")
-"""What gnsfast is measured beside, and what that imports."""
 BUILD = ("setup.py", "build_ext", "--inplace")
 BUILD_SECONDS = 150
 DEVICE = "import torch; p = torch.cuda.get_device_properties(0);print(p.major, p.name, sep='\\n')"
@@ -49,19 +47,6 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         raise SystemExit(
             f"missing here: {', '.join(missing)}; {remedy} (torch and Triton are the machine's own)"
         )
-
-
-def peers(job: Job) -> None:
-    """Say which peers cannot be imported, and why: all else is measured without them."""
-    how: dict[str, Any] = {"cwd": job.root, "env": job.environment, "text": True}
-    how |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    run = [sys.executable, "-W", "ignore", "-c"]
-    started = {name: subprocess.Popen([*run, f"import {name}"], **how) for name in PEERS}
-    for name, process in started.items():
-        errors = process.communicate()[1].strip().splitlines()
-        if process.returncode:
-            ended = f"its import ends the process with {process.returncode}"
-            job.say(f"cannot be imported: {name}: {errors[-1] if errors else ended}")
 
 
 def output_lines(job: Job, command: list[str]) -> list[str]:

@@ -75,21 +75,6 @@ def test_what_is_missing_is_named(
         gpu_prepare.install(job, tmp_path, tmp_path / "site")
 
 
-def test_peers_that_cannot_be_imported(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is named with its reason; nothing else ends by it."""
-    (job.root / "broken.py").write_text("import no_such_dependency")
-    (job.root / "dies.py").write_text("import os; os._exit(3)")
-    monkeypatch.setattr(gpu_prepare, "PEERS", ("json", "broken", "dies"))
-    gpu_prepare.peers(job)
-    said = job.log.read_text().splitlines()
-    assert said == [
-        "== cannot be imported: broken: ModuleNotFoundError: No module named 'no_such_dependency'",
-        "== cannot be imported: dies: its import ends the process with 3",
-    ]
-
-
 def test_kernels_are_linked_where_nothing_is_installed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
