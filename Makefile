@@ -42,7 +42,7 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
-	$(BIN)/gnsfast demo
+	$(BIN)/python examples/demo.py
 
 test: $(PEERS)  ## before a commit: all tests but those marked slow, the layers' also in plain PyTorch and through Triton
 	$(PYTEST) $(NOT_SLOW)

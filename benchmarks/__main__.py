@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
-record it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by
-branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
-``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
-those of noise scales hold the truth; ``present``: whether they do at the weights of a training run;
-``updates``: what whole updates of small models cost; ``broken-samples``: whether samples with large
-gradients are the broken ones; ``clusters``: what those of samples cost.
+record it; ``families``: of which of transformers' architectures the norms are right;
+``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
+weights of a training run; ``updates``: what whole updates of small models cost.
 """
 
 import argparse
@@ -19,8 +16,7 @@ from benchmarks.cpu import parts as cpu
 from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
-from benchmarks.model import tables as model
-from benchmarks.studies import batch_size, broken_samples, clusters, geometry, intervals, present
+from benchmarks.studies import intervals, present
 
 
 class Study:
@@ -42,15 +38,10 @@ class Study:
 COMMANDS: dict[str, tuple[Any, str]] = {
     "cpu": (cpu, "all contestants on this CPU; half an hour"),
     "gpu": (gpu, "the kernels on this GPU: right, then fast"),
-    "batch-size": (batch_size, "what a controlled batch size does; 30 minutes"),
-    "geometry": (geometry, "which noise scale follows it"),
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
-    "broken-samples": (Study(broken_samples), "are the largest gradients theirs; a minute"),
-    "clusters": (Study(clusters), "of samples: what they cost; a minute"),
     "updates": (updates, "of small models; two minutes"),
     "families": (sweep, "what of transformers is right"),
-    "model": (model, "what norms cost on a GPU, counted"),
     "budgets": (budgets, "committed counts that may not grow"),
     "compare": (compare, "two records: what changed by more than its noise"),
     "readme": (readme, "writes the README's table and figure from the records"),

@@ -4,7 +4,6 @@ that is more than their noise.
 """
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("before", type=Path, metavar="A.json")
     parser.add_argument("after", type=Path, metavar="B.json")
-    parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -38,18 +36,17 @@ def run(options: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(f"benchmarks compare: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(json.dumps(found) if options.json else "\n".join(lines(found)))
+    print("\n".join(lines(found)))
 
 
 def compare(before: Record, after: Record) -> dict[str, Any]:
-    """Everything that ``lines`` shows and ``--json`` prints."""
+    """Everything that ``lines`` shows."""
     titles = [title for title in before.tables if title in after.tables]
     if not titles:
         raise ValueError(f"{before.path} and {after.path} have no table of the same title")
     keys = dict.fromkeys([*before.machine, *after.machine])
     both = {key: [before.machine.get(key), after.machine.get(key)] for key in keys}
     return {
-        "kind": "comparison",
         "before": before.name,
         "after": after.name,
         "differs": {k: v for k, v in both.items() if k not in PASSING and v[0] != v[1]},
@@ -67,9 +64,9 @@ def _table(before: Rows, after: Rows) -> dict[str, Any]:
         for column, was in _ratios(old[key]).items():
             now = _ratios(new.get(key, {})).get(column)
             if now is not None:
-                row = dict(zip(columns, key)) | {"of": column, "before": _spread(was)}
-                row |= {"after": _spread(now), "change": _middle(now) / _middle(was) - 1}
-                rows.append(row | {"verdict": verdict(was, now)})
+                row = dict(zip(columns, key)) | {"of": column, "before": was, "after": now}
+                row |= {"change": _middle(now) / _middle(was) - 1, "verdict": verdict(was, now)}
+                rows.append(row)
     alike = _twice(columns, before) | _twice(columns, after)
     only = {
         "only_before": [list(key) for key in old if key not in new and key not in alike],
@@ -130,12 +127,6 @@ def _middle(value: Timing | float) -> float:
     return value.ratio if isinstance(value, Timing) else value
 
 
-def _spread(value: Timing | float) -> dict[str, float]:
-    if isinstance(value, Timing):
-        return {"ratio": value.ratio, "lower": value.lower, "upper": value.upper}
-    return {"ratio": value}
-
-
 def verdict(was: Timing | float, now: Timing | float) -> str:
     """A ratio has changed if the quartiles of both do not overlap."""
     if not (isinstance(was, Timing) and isinstance(now, Timing)):
@@ -155,7 +146,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         text += ["", title, ""]
         rows = [{**row, "change": f"{row['change']:+.1%}"} for row in table["rows"]]
         for row in rows:
-            row |= {when: _text(row[when]) for when in ("before", "after")}
+            numbers = {when: row[when] for when in ("before", "after")}
+            row |= {when: v if isinstance(v, Timing) else f"{v:.3f}" for when, v in numbers.items()}
         text += record.markdown(rows) if rows else ["no ratio is in both records"]
         for which, what in (
             ("only_before", "only before"),
@@ -166,9 +158,3 @@ def lines(found: dict[str, Any]) -> list[str]:
     for when in ("before", "after"):
         text += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
     return text
-
-
-def _text(spread: dict[str, float]) -> str:
-    if "lower" in spread:
-        return f"{spread['ratio']:.3f} ({spread['lower']:.3f} to {spread['upper']:.3f})"
-    return f"{spread['ratio']:.3f}"

@@ -77,7 +77,6 @@ def work(job: Job, options: argparse.Namespace, scratch: Path) -> bool:
     gpu_prepare.install(job, options.wheels.resolve(), scratch / "site")
     gpu_prepare.link(job)
     if not options.rehearse:
-        gpu_prepare.peers(job)
         gpu_prepare.build(job)
     for part in options.again:
         set_aside(job.records, part)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -64,29 +64,6 @@ def cuda_seconds(run: Callable[[], object], busy: float = 1e-3, tries: int = 3) 
             break
         busy = 1.5 * launched
     return start.elapsed_time(end) / 1e3
-
-
-def own_share(
-    gns: Any,
-    B: int,
-    passes: Callable[[], object],
-    timed: Callable[[Callable[[], object]], Timed],
-    asked: bool = False,
-) -> tuple[Timed, Timed]:
-    """What an estimator takes around ``passes``: as ``timed`` says, to enter the micro-batch, and
-    to leave it and update, and compute if ``asked``.
-    """
-    block = gns.microbatch(B)
-    opened = timed(block.__enter__)
-    passes()
-
-    def leave() -> None:
-        block.__exit__(None, None, None)
-        gns.update()
-        if asked:
-            gns.compute()
-
-    return opened, timed(leave)
 
 
 def interleave(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gnsfast.cli.tiny_gpt import Block
+from examples.tiny_gpt import Block
 
 
 class GPT(nn.Module):

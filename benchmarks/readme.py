@@ -9,15 +9,11 @@ import os
 import re
 import sys
 import textwrap
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from benchmarks import figures, record
 from benchmarks.figures import OURS, Steps
-from benchmarks.model.gpu import ASSUMED, GPUS
-from benchmarks.model.plain import MODELS
-from benchmarks.model.step import step
 from benchmarks.record import Record
 
 README = record.RESULTS.parents[1] / "README.md"
@@ -128,8 +124,7 @@ def gpu(newest: Record, root: Path) -> str:
     results = newest.path.parent
     dated = sorted(results.glob("????-??-??-gpu*.json"))
     if not dated:
-        known = [fact for fact in (compiled(), counted()) if fact]
-        return " ".join(["**No GPU has run the kernels yet.**", *known])
+        return f"**No GPU has run the kernels yet.** {compiled()}".rstrip()
     found = [record.read(p) for p in dated if p.name[:10] == dated[-1].name[:10]]
     links = ", ".join(f"[{each.name[11:]}]({_link(each, root)})" for each in found)
     return f"On a GPU ({found[-1].machine['gpu']}) we measured {links}."
@@ -147,26 +142,6 @@ def compiled() -> str:
     which = f" ({which})" if which else ""
     spills = f"{len(spilling) or 'none'} of them spill registers{which}"
     return f"Compilers have built {len(kernels)} variants of them, and {spills}."
-
-
-def counted() -> str:
-    """The model of a whole step's time on a GPU, by the kernel of the fused route. Compiled, plain
-    PyTorch has the least beside its products; that our loop is as fast as cuBLAS's is not shown.
-    """
-    slower = replace(ASSUMED, loop=0.9 * ASSUMED.loop)
-    rows = []
-    for name, T in (("Llama 3 8B", 2048), ("GPT-2", 1024)):
-        model, ratios = MODELS[name.lower().replace(" ", "-")], []
-        for kernel, where in (("sm90", "CUDA"), ("triton", "Triton")):
-            options = {"kernel": kernel, "compiled": True, "a": slower}
-            counted = step(GPUS["H200"], model, T, 16384 // T, **options)
-            ratios.append(f"{1 + counted.overhead:.2f} ({where})")
-        rows.append(f"{' or '.join(ratios)} for {name}")
-    return (
-        "Counted for an H200, not measured (`python -m benchmarks model`), a step takes these "
-        "multiples of plain PyTorch's time, if our loops reach 0.9 of cuBLAS's speed: "
-        f"{' and '.join(rows)}."
-    )
 
 
 def _link(each: Record, root: Path, suffix: str = ".md") -> str:

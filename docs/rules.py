@@ -14,17 +14,14 @@ TEXT = """# Rules and laws
 
 ## How hyperparameters follow a batch that grows by k
 
-η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`,
-`TorchRun`, `TrainerRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
-`BatchSizeCallback`s take the names of the rules. In your own loop, call `Rules(lr=..., betas=...,
-weight_decay=...).apply(optimizer, k)`. Each parameter group changes from its own values. Growing
-by 2 and then by 3 equals growing by 6.
+η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. In your own loop, call
+`Rules(lr=..., betas=..., weight_decay=...).apply(optimizer, k)`. Growing by 2 and then by 3 equals
+growing by 6.
 
 {rules}
 
 The rules hold where gradients are mostly noise. Beyond the critical batch size none of them holds,
-and a larger learning rate may only make training unstable. Marek et al. tune the learning rate:
-their sweeps are centred on one that grows as k^0.25 to k^0.3.
+and a larger learning rate may only make training unstable.
 
 ## Published laws of batch sizes
 
@@ -32,10 +29,6 @@ their sweeps are centred on one that grows as k^0.25 to k^0.3.
 = 6 N D FLOPs, L the loss. They disagree by multiples, and do not all predict the same quantity.
 
 {laws}
-
-Not in the table, because their coefficients could not be verified: the laws under
-warmup-stable-decay of arXiv 2601.05034, 2607.01487 and 2608.28308, those of continued pre-training
-of 2606.05610, and Moonlight's (2502.16982).
 """
 
 FITTED = {

@@ -4,7 +4,7 @@
 from gnsfast import functional
 from gnsfast.configure import configure
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale, LargestSample, TwoBatchNoiseScale
+from gnsfast.estimator import GradientNoiseScale, LargestSample
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
     BatchNorm1d,
@@ -80,7 +80,6 @@ __all__ = [
     "SampleShapeError",
     "SyncBatchNorm",
     "Table",
-    "TwoBatchNoiseScale",
     "Verification",
     "VerifiedParameter",
     "__version__",

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import gnsfast
 from gnsfast.critical_batch import SampleStream
 from gnsfast.critical_batch.branches import BranchStep, TorchRun
 from gnsfast.noise_scale import AdamNoiseScale, DualNoiseScale, NoiseScale
@@ -141,10 +140,9 @@ def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def small_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     random.seed(seed)
-    model = torch.nn.Sequential(
+    return torch.nn.Sequential(
         torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
     )
-    return gnsfast.convert(model)
 
 
 def small_run(seed: int = 0, **options: Any) -> TorchRun:

@@ -56,7 +56,6 @@ def draw(B: int = 3, T: int = 9) -> tuple[Tensor, Tensor]:
 def test_model(compiled: bool, T: int) -> None:
     model, batch = Tied().cuda(), draw(T=T)
     loop = loop_sqnorms(model, loss_of, batch, 3)
-    gnsfast.convert(model)
     run = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         run(model, batch).backward()
@@ -74,7 +73,6 @@ def test_transformer_layer(compiled: bool) -> None:
         return model(x).square().sum()
 
     loop = loop_sqnorms(model, loss_of, x, batch)
-    gnsfast.convert(model)
     run = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
     with gnsfast.per_sample_sqnorms(model, batch) as norms:
         run(model, x).backward()
@@ -97,7 +95,6 @@ def test_autocast() -> None:
         for name, g in zip(loop, grads):
             error = (g.double().square().sum().cpu() - loop[name][b]).abs() / loop[name][b]
             worst[name] = max(worst[name], error.item())
-    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         narrow(model, batch).backward()
     for name in loop:
@@ -267,7 +264,7 @@ def test_tf32() -> None:
 
 def test_no_synchronisation() -> None:
     """A measured step never waits for the device."""
-    model = gnsfast.convert(Tied().cuda())
+    model = Tied().cuda()
     gns = gnsfast.GradientNoiseScale(model)
     batches = [draw() for _ in range(3)]
 

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
-from benchmarks.measure import own_share, wall_seconds
 from benchmarks.networks import GPT, Perceptron, gpt_batch, gpt_loss
+from examples.tiny_gpt import Block
 from gnsfast import reference
-from gnsfast.cli.tiny_gpt import Block
 from gnsfast.ops import backends, cpu, operators
 from gnsfast.reference.outer import linear_route
 from gnsfast.signatures import LinearWgrad
@@ -170,17 +168,6 @@ def cast_loss(loss_of: Loss, model: nn.Module, batch: tuple[Tensor, ...]) -> Ten
 autocast_loss = partial(cast_loss, gpt_loss)
 
 
-def compiled_step(contestant: Contestant) -> Callable[[], None]:
-    """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
-    return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
-
-
-def one_layer_gpt() -> Problem:
-    """The model of ``compiled_step``, not compiled."""
-    torch.manual_seed(0)
-    return Problem("GPT of one layer", GPT.T, GPT(128, 2, 1), gpt_loss, gpt_batch())
-
-
 def training_step(
     contestant: Contestant, model: nn.Module | None = None, loss_of: Loss = gpt_loss
 ) -> Callable[[], None]:
@@ -195,27 +182,6 @@ def training_step(
         session.clear()
 
     return step
-
-
-def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
-    """A measured training step, and the seconds that ``GradientNoiseScale`` itself took so far:
-    entering and leaving the micro-batch, ``update`` and a ``compute`` every ten steps. The layers'
-    own share is not in it.
-    """
-    torch.manual_seed(0)
-    model, batch = GPT(), gpt_batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    gns = gnsfast.GradientNoiseScale(model)
-    spent: list[float] = []
-
-    def step() -> None:
-        asked = len(spent) % 20 == 18
-        backward = lambda: gpt_loss(model, batch).backward()
-        spent.extend(own_share(gns, GPT.B, backward, wall_seconds, asked))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, lambda: sum(spent)
 
 
 def operands(case: LayerCase, **of: Any) -> tuple[Tensor, Tensor]:

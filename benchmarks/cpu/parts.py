@@ -238,37 +238,6 @@ def check_operator(case: LayerCase, ways: dict[str, Callable[[], Any]]) -> None:
             torch.testing.assert_close(got, torch.stack(want), rtol=rtol, atol=0.0)
 
 
-def estimator(threads: list[int], rounds: int) -> Tables:
-    """What ``GradientNoiseScale`` takes in a step, without the layers' own share."""
-    rows = []
-    for n in threads:
-        verdicts(n)
-        torch.set_num_threads(n)
-        run, spent = cases.estimated_step()
-        run()
-        before, start = spent(), time.perf_counter()
-        for _ in range(rounds):
-            run()
-        seconds, own = time.perf_counter() - start, spent() - before
-        row = {"threads": n, "step ms": round(1e3 * seconds / rounds, 1)}
-        row |= {"estimator ms": round(1e3 * own / rounds, 2)}
-        rows.append({**row, "share %": round(100 * own / seconds, 2)})
-    return {"Estimator": rows}
-
-
-def compile(threads: list[int], rounds: int) -> Tables:
-    """First and later steps of a GPT of one layer through ``torch.compile``."""
-    rows: Rows = []
-    for c in (PLAIN, GNSFAST):
-        n = str(threads[-1])
-        answer = fresh.ask("compiled", c.name, n, str(rounds), **fresh.NO_CACHE)
-        timing = measure.Timing(**answer["timing"])
-        row = {"threads": threads[-1], "contestant": c.name}
-        row |= {"first step s": round(answer["seconds"], 1), "ms": round(timing.milliseconds, 1)}
-        rows.append(row | {"ratio": timing})
-    return {"Compile time": rows}
-
-
 def start(threads: list[int], rounds: int) -> Tables:
     """Medians over fresh processes, which import one after the other."""
     runs = max(3, rounds // 3)
@@ -289,8 +258,6 @@ PARTS: dict[str, Callable[[list[int], int], Tables]] = {
     "layers": layers,
     "attention": attention,
     "operator": operator,
-    "estimator": estimator,
-    "compile": compile,
     "start": start,
 }
 

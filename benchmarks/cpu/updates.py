@@ -17,7 +17,7 @@ import gnsfast
 from benchmarks import record
 from benchmarks.measure import interleave
 from benchmarks.networks import NanoGPT, Perceptron, labelled, perceptron_loss
-from gnsfast.cli import tiny_gpt
+from examples import tiny_gpt
 
 UPDATES = 128
 """In a round: two windows, and audits as they come while nobody asks for the numbers."""

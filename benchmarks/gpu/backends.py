@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from benchmarks.model.gpu import GPU
 from gnsfast.ops import backends, extension
 
 OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}
@@ -38,8 +37,3 @@ def launches(run: Callable[[], object]) -> int:
         run()
     count: int = launch.call_count
     return count
-
-
-def kernel_of(contestant: str, gpu: GPU | None) -> str:
-    """The kernel of the fused route that the model counts for one of ``OURS``."""
-    return "sm90" if contestant == OURS["cuda"] and gpu is not None and gpu.hopper else "triton"

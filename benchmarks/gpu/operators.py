@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on a GPU, alone, beside torch's own: the weight gradient with norms, its routes and
-tiles, the CUDA extension's kernels, and the Hopper kernel with one choice changed at a time beside
-what was counted for it; then other layers' backward.
+tiles, the CUDA extension's kernels, and the Hopper kernel with one choice changed at a time; then
+other layers' backward.
 """
 
 import statistics
@@ -16,7 +16,6 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.contestants import cases
 from benchmarks.contestants.cases import LayerCase, plain_wgrad
-from benchmarks.model.tables import predicted
 from benchmarks.record import Growing, Rows, Tables
 from gnsfast.ops import extension, operators
 from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward, empty_rows
@@ -57,16 +56,8 @@ VARIANTS = (
 )
 """Of ``csrc/variants_sm90.cu``, which ``GNSFAST_CUDA_VARIANTS=1`` builds."""
 
-COUNTED = {
-    128: {"sm90 unordered": 1.09, "sm90 unsplit": 1.125},
-    512: {"sm90 unordered": 1.02, "sm90 unsplit": 1.125},
-    2048: {"sm90 unordered": 1.006, "sm90 unsplit": 1.125},
-    16384: {"sm90 128 x 256, one sample": 0.89},
-}
-"""Time beside the kernel that ships, by tokens of a sample. A sample's end costs 150 cycles to
-drain and restart where no other warpgroup multiplies meanwhile, a token 12 at 87 % of the tensor
-cores' peak. Unsplit: 6 waves instead of 5 1/3. One sample: nothing ends and nothing is cut, 97 %
-of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
+LENGTHS_APART = (128, 512, 2048, 16384)
+"""Tokens of a sample in the kernel that is taken apart; the last is all tokens in one sample."""
 
 
 def clock(device: str) -> measure.Clock:
@@ -79,14 +70,8 @@ def wall_clock(device: str) -> measure.Clock:
     return measure.cuda_wall_seconds if device == "cuda" else measure.wall_seconds
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-
-
 def ops(device: str) -> Iterator[Tables]:
-    """The weight gradient with norms beside plain dW, bf16, and what was counted for it; then
-    norm layers and embeddings.
-    """
+    """The weight gradient with norms beside plain dW, bf16; then norm layers and embeddings."""
     found, title = Growing(), "Other layers' backward"
     yield from found.over("The weight gradient alone", OPS, partial(weight_gradient, device))
     yield from found.over(title, WIDTHS, partial(layer_norm, device))
@@ -145,7 +130,7 @@ def weight_gradient(device: str, case: LayerCase) -> Rows:
     timings = timed(case, device, "plain", "gnsfast")
     row: dict[str, Any] = {"weight gradient, bf16": case.name, "T": case.T, "B": case.B}
     row |= {"route": route(case, device), "plain ms": round(timings["plain"].milliseconds, 4)}
-    return [row | rates(case, timings) | {"predicted": predicted(case, device_name(device))}]
+    return [row | rates(case, timings)]
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -237,7 +222,7 @@ def cuda(device: str) -> Iterator[Tables]:
     yield from found.over(title, CUDA, partial(beside_triton, device))
     if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
         title = "The Hopper kernel taken apart"
-        yield from found.over(title, COUNTED, partial(taken_apart, device))
+        yield from found.over(title, LENGTHS_APART, partial(taken_apart, device))
 
 
 def beside_triton(device: str, case: LayerCase) -> Rows:
@@ -245,16 +230,12 @@ def beside_triton(device: str, case: LayerCase) -> Rows:
     own = extension.kernel_for(torch.cuda.get_device_capability())
     row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
     names = "plain", "triton", *sorted({own, "sm80"})
-    row |= rates(case, timed(case, device, *names))
-    for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
-        name = torch.cuda.get_device_name()
-        row[f"{kernel} predicted"] = predicted(case, name, kernel, route="fused")
-    return [row]
+    return [row | rates(case, timed(case, device, *names))]
 
 
 def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:
-    """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
-    case = LayerCase("square", size, size, T, max(COUNTED))
+    """Times beside the Hopper kernel that ships, interleaved with it."""
+    case = LayerCase("square", size, size, T, max(LENGTHS_APART))
     names = [name for name in VARIANTS if (case.B > 1) != name.endswith("one sample")]
     return [
         {
@@ -263,7 +244,6 @@ def taken_apart(device: str, T: int, size: int = SIZE) -> Rows:
             "B": case.B,
             "ms": round(timing.milliseconds, 4),
             "time / sm90": timing,
-            "counted": COUNTED[T].get(name, ""),
         }
         for name, timing in timed(case, device, "sm90", *names, "plain").items()
     ]

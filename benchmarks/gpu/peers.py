@@ -18,12 +18,10 @@ from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
 from benchmarks.contestants.sessions import Gnsfast
 from benchmarks.gpu import step as gpu_step
-from benchmarks.gpu.backends import OURS, forced, kernel_of, present
-from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
+from benchmarks.gpu.backends import OURS, forced, present
+from benchmarks.gpu.operators import TOKENS, clock, route, wall_clock
 from benchmarks.gpu.step import SMALL, gpt_problem, release, side_by_side, warm_up
 from benchmarks.measure import Clock
-from benchmarks.model import tables
-from benchmarks.model.gpu import of_device
 from benchmarks.networks import GPT2
 from benchmarks.record import Growing, Rows, Tables, first_line, raised
 
@@ -193,15 +191,5 @@ def curve(device: str, case: LayerCase) -> Rows:
         v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
     ]
     rows = timed(problem_of(case), right, FEWER, device, clock(device))
-    for row in rows:
-        if row["contestant"] in (OURS["triton"], OURS["cuda"]) and row.get("ratio"):
-            row["predicted"] = predicted(case, row["contestant"], device)
     print(f"{case.name}, B = {case.B}: {len(rows)} rows", flush=True)
     return rows
-
-
-def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
-    """Of the three products of forward and backward one is the weight gradient."""
-    name = device_name(device)
-    ratio = tables.predicted(case, name, kernel_of(contestant, of_device(name)))
-    return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)

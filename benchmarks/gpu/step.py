@@ -27,11 +27,8 @@ from benchmarks.apart import printed
 from benchmarks.contestants import cases
 from benchmarks.contestants.cases import Problem
 from benchmarks.gpu import operators
-from benchmarks.gpu.backends import OURS, forced, kernel_of, launches, present
-from benchmarks.gpu.operators import device_name, wall_clock
-from benchmarks.model.gpu import of_device
-from benchmarks.model.plain import MODELS as COUNTED
-from benchmarks.model.step import step as counted_step
+from benchmarks.gpu.backends import OURS, forced, launches, present
+from benchmarks.gpu.operators import wall_clock
 from benchmarks.networks import GPT, GPT2, LlamaBlock
 from benchmarks.record import Growing, Rows, Tables
 
@@ -76,28 +73,8 @@ def beside_plain(name: str, compiled: bool, device: str) -> Rows:
         for key, backend in backends.items()
     }
     about = {"training step": name, "mode": "compiled" if compiled else "eager"}
-    found: Rows = []
-    for row in side_by_side(prepare, device, operators.ROUNDS, wall_clock(device), passes=2):
-        if (key := row["contestant"]) != "plain":
-            row["predicted"] = predicted(name, device_name(device), key, compiled)
-        found.append(about | row)
-        print(found[-1], flush=True)
-    return found
-
-
-def predicted(name: str, device: str, contestant: str, compiled: bool = False) -> float | str:
-    """Time with norms over plain, counted; for GPT-2 on a GPU that is in the table."""
-    gpu = of_device(device)
-    if gpu is None or name != "gpt2" or "plain" in contestant:
-        return "-"
-    counted = counted_step(
-        gpu,
-        COUNTED["gpt-2"],
-        *(GPT2.T, GPT2.B),
-        kernel=kernel_of(contestant, gpu),
-        compiled=compiled,
-    )
-    return round(1 + counted.overhead, 3)
+    rows = side_by_side(prepare, device, operators.ROUNDS, wall_clock(device), passes=2)
+    return [about | row for row in rows]
 
 
 def training_step(name: str, backend: str, compiled: bool, device: str) -> Callable[[], object]:
@@ -219,9 +196,11 @@ def estimator(device: str) -> dict[str, Any]:
 
     found = []
     for _ in range(operators.ROUNDS + 2):
-        backward = lambda: problem.loss_of(problem.model, problem.batch).backward()
-        ends = measure.own_share(gns, problem.B, backward, timed)
-        found.append([sum(each) for each in zip(*ends)])
+        block = gns.microbatch(problem.B)
+        opened = timed(block.__enter__)
+        problem.loss_of(problem.model, problem.batch).backward()
+        left = timed(lambda: (block.__exit__(None, None, None), gns.update()))  # noqa: B023
+        found.append([sum(each) for each in zip(opened, left)])
         problem.model.zero_grad()
     on_device, on_host = (round(1e3 * statistics.median(each), 3) for each in zip(*found[2:]))
     return {"model": "GPT-2", "host ms": on_host, "device ms": on_device}

@@ -6,14 +6,12 @@ extension. Needs the standard library alone.
 import datetime
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,6 @@ MISSING = (
     "import sys, importlib.util as util;"
     "print(*[n for n in sys.argv[1:] if not util.find_spec(n)], sep='\\n')"
 )
-PEERS = ("opacus", "backpack", "opt_einsum", "einops", "unfoldNd")
-"""What gnsfast is measured beside, and what that imports."""
-PIP = "pip"
-FOLDERS = {"scripts": "bin", "headers": "include"}
-"""For a wheel's data; all else goes beside its packages."""
 BUILD = ("setup.py", "build_ext", "--inplace")
 BUILD_SECONDS = 150
 DEVICE = "import torch; p = torch.cuda.get_device_properties(0);print(p.major, p.name, sep='\\n')"
@@ -44,12 +37,8 @@ def install(job: Job, wheels: Path, site: Path) -> None:
     first = [str(job.root), str(site)]
     job.environment["PYTHONPATH"] = os.pathsep.join([*first, *([path] if path else [])])
     job.environment["PATH"] = f"{site / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    if found and not importlib.util.find_spec(PIP):
-        job.say("there is no pip here: the wheels are unzipped")
-        for wheel in found:
-            unzip(Path(wheel), site)
-    elif found:
-        pip = [sys.executable, "-m", PIP, "install", "-q", "--no-index", "--no-deps"]
+    if found:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         pip += ["--no-compile", "--no-cache-dir", "--target", str(site), *found]
         if job.run(pip, 120):
             raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
@@ -58,34 +47,6 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         raise SystemExit(
             f"missing here: {', '.join(missing)}; {remedy} (torch and Triton are the machine's own)"
         )
-
-
-def unzip(wheel: Path, site: Path) -> None:
-    """Install a wheel as pip does, but for the programs that pip would generate."""
-    with zipfile.ZipFile(wheel) as packed:
-        for name in packed.namelist():
-            _, data, inner = name.partition(".data/")
-            kind, _, rest = inner.partition("/")
-            target = site / FOLDERS.get(kind, "") / rest if data else site / name
-            if name.endswith("/"):
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(packed.read(name))
-            if kind == "scripts":
-                target.chmod(0o755)
-
-
-def peers(job: Job) -> None:
-    """Say which peers cannot be imported, and why: all else is measured without them."""
-    how: dict[str, Any] = {"cwd": job.root, "env": job.environment, "text": True}
-    how |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    run = [sys.executable, "-W", "ignore", "-c"]
-    started = {name: subprocess.Popen([*run, f"import {name}"], **how) for name in PEERS}
-    for name, process in started.items():
-        errors = process.communicate()[1].strip().splitlines()
-        if process.returncode:
-            ended = f"its import ends the process with {process.returncode}"
-            job.say(f"cannot be imported: {name}: {errors[-1] if errors else ended}")
 
 
 def output_lines(job: Job, command: list[str]) -> list[str]:

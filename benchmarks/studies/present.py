@@ -11,7 +11,7 @@ import torch
 import gnsfast
 from benchmarks.record import Rows, Tables
 from benchmarks.studies.training import narrow_run, span
-from gnsfast.cli import tiny_gpt
+from examples import tiny_gpt
 from gnsfast.noise_scale import Estimate
 
 SEEDS = (11, 12, 13, 14)

@@ -2,18 +2,15 @@
 """The commands."""
 
 import json
-import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from gnsfast.cli import branch, doctor, plan, report, run, schedule
+from gnsfast.cli import branch, doctor, plan, report, schedule
 from gnsfast.cli.live import watch
 from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
-from gnsfast.cli.session import run_demo
 from gnsfast.cli.terminal import show
 from gnsfast.interval import Interval
 
@@ -43,22 +40,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list) else value
-
-
-@app.command("demo")
-@takes(run.Options)
-def demo_(options: run.Options, as_json: Json = False) -> None:
-    """Train a small GPT on real text with its noise scale on the screen, then check the number.
-
-    Writes metrics.jsonl and report.html into the run folder. Ctrl-C ends the run with a report.
-    """
-    folder = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    if folder.is_file() or (folder / "metrics.jsonl").exists():
-        raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    result = run_demo(run.Demo(options), folder, Console(quiet=as_json))
-    if as_json:
-        typer.echo(json.dumps(result))
-    raise typer.Exit(130 if result["interrupted"] else 0)
 
 
 @app.command("report")

@@ -19,7 +19,6 @@ COLORS = ("#1a80bb", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c
 """Okabe and Ito's, safe for colour-blind readers; the blue is lighter, for dark pages."""
 SIZE, OVER, ESTIMATE, BRANCHES = COLORS[:4]
 DASHES = ("solid", "dash", "dot", "dashdot")
-GREY = "#8a8f94"
 MOST_POINTS = 1500
 """About how many points of a curve are drawn. Longer curves keep the extremes of each stretch."""
 ARROWS = {"y": ("arrow-up", "arrow-down"), "x": ("arrow-right-open", "arrow-left-open")}
@@ -28,8 +27,6 @@ SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
 FACTORS = {"euclidean": "times the noise scale"} | {
     metric: f"times the one {words}" for metric, words in OTHERS.items()
 }
-APART = 0.01
-"""The share of the axis between factors of one checkpoint, whose intervals would overlap."""
 LABELS = 60
 """Up to this many layers, the axis names all of them. Of more it names every n-th."""
 NAME = 22
@@ -72,15 +69,13 @@ class View:
         return form.format(run=run.name, what=what) if self.several else what
 
 
-Entry = tuple[str, str, str]
-"""Of a legend: label, colour, and line or symbol."""
 Style = dict[str, Any]
 Placed = Sequence[tuple[Any, Interval, str]]
 """Values at places of an axis, with what a pointer shows of each."""
 
 
 class Figure:
-    """Traces, a layout and a legend. A logarithmic axis reaches from ``low`` to ``high``."""
+    """Traces and a layout."""
 
     id = 0
 
@@ -90,8 +85,6 @@ class Figure:
         """
         self.view, self.height = view, height
         self.traces: list[dict[str, Any]] = []
-        self.legend: list[Entry] = []
-        self.low, self.high = math.inf, 0.0
         self.layout: dict[str, Any] = {"xaxis": {"title": {"text": view.axis}}, "shapes": []}
         line = {"color": "rgba(128, 128, 128, 0.7)", "width": 1, "dash": "dot"}
         for decision in [] if view.several else view.runs[0].changes:
@@ -106,12 +99,14 @@ class Figure:
     def trace(
         self, x: Iterable[Any], y: Iterable[Any], mode: str, text: Iterable[str] = (), **more: Any
     ) -> None:
-        """``text`` is what a pointer shows of each point."""
+        """``text`` is what a pointer shows of each point. The legend has each ``name`` once."""
         if text:
             more["text"] = [html.escape(each).replace("\n", "<br>") for each in text]
             more = {"hovertemplate": "%{text}<extra></extra>"} | more
         if "name" in more:
-            more["name"] = html.escape(more["name"])
+            more["name"] = more["legendgroup"] = html.escape(more["name"])
+        known = {trace.get("name") for trace in self.traces if trace["showlegend"]} | {None}
+        more["showlegend"] = mode != "none" and more.get("name") not in known
         self.traces.append({"type": "scatter", "x": list(x), "y": list(y), "mode": mode, **more})
 
     def line(self, points: Iterable[tuple[float, float | None]], **more: Any) -> None:
@@ -120,34 +115,42 @@ class Figure:
         mode = "markers" if sum(each is not None for each in y) == 1 else "lines"
         self.trace(x, y, mode, **more)
 
-    def values(self, at: Placed, mark: Style, bar: Style, along: str = "y", **more: Any) -> None:
-        """Those that can be drawn, with bars for their intervals, upright or along x."""
-        at = [each for each in at if each[1].drawn]
-        found = [s for _, s, _ in at]
+    def dots(
+        self,
+        at: Placed,
+        color: str,
+        size: float,
+        symbol: str = "circle",
+        along: str = "y",
+        **more: Any,
+    ) -> None:
+        """Values with bars for their intervals, upright or along x, and arrows where only one end
+        is known.
+        """
+        drawn = [each for each in at if each[1].drawn]
+        bar: Style = {"color": color, "thickness": size / 5, "width": size / 2}
+        found = [s for _, s, _ in drawn]
         if any(s.resolved for s in found):
-            bar = bar | {"array": [rounded(s.upper - s.value) for s in found]}
+            bar |= {"array": [rounded(s.upper - s.value) for s in found]}
             bar |= {"arrayminus": [rounded(s.value - s.lower) for s in found]}
-        more |= {"marker": mark, f"error_{along}": bar}
-        self._dots(at, [s.value for s in found], along, **more)
+        mark = {"color": color, "size": size, "symbol": symbol}
+        self._marks(
+            drawn, [s.value for s in found], along, **{f"error_{along}": bar}, marker=mark, **more
+        )
+        self.bounds(at, color, 1.3 * size, along, **more)
 
-    def bounds(self, at: Placed, mark: Style, along: str = "y", **more: Any) -> None:
+    def bounds(self, at: Placed, color: str, size: float, along: str = "y", **more: Any) -> None:
         """Arrows where only one end is known, upright or along x."""
         at = [each for each in at if each[1].only is not None]
-        mark = mark | {"symbol": [ARROWS[along][s.only != s.lower] for _, s, _ in at]}
-        self._dots(at, [s.only for _, s, _ in at], along, marker=mark, **more)
+        symbols = [ARROWS[along][s.only != s.lower] for _, s, _ in at]
+        mark = {"color": color, "size": size, "symbol": symbols}
+        self._marks(at, [s.only for _, s, _ in at], along, marker=mark, **more)
 
-    def _dots(self, at: Placed, numbers: Iterable[float | None], along: str, **more: Any) -> None:
+    def _marks(self, at: Placed, numbers: Iterable[float | None], along: str, **more: Any) -> None:
         if at:
             places, _, text = zip(*at)
             across, up = (places, map(rounded, numbers))[:: 1 if along == "y" else -1]
             self.trace(across, up, "markers", text, **more)
-
-    def mark(self, x: float, found: Interval, symbol: str, color: str, text: str) -> None:
-        """A value with an interval, or an arrow if only one end is known."""
-        self.cover(found)
-        bar = {"color": color, "thickness": 2, "width": 5}
-        self.values([(x, found, text)], {"symbol": symbol, "color": color, "size": 10}, bar)
-        self.bounds([(x, found, text)], {"color": color, "size": 13})
 
     def scale(self, run: Run, key: str, name: str, color: str, dash: str) -> None:
         """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
@@ -159,59 +162,39 @@ class Figure:
         if band := _band(at):
             fill = f"rgba({', '.join(str(int(color[k : k + 2], 16)) for k in (1, 3, 5))}, 0.16)"
             self.trace(*band, "none", name=name, fill="toself", fillcolor=fill, hoverinfo="skip")
-        self.cover_intervals([s for _, s, _ in at])
         line = {"color": color, "dash": dash, "width": 1.8}
-        named: Style = {"name": name, "hovertemplate": "%{text}"}
         values = [(x, s.value if s.drawn else None) for x, s, _ in at]
+        named: Style = {"name": name, "hovertemplate": "%{text}"}
         self.line(values, text=[text for *_, text in at], line=line, **named)
-        self.bounds(at, {"color": color, "size": 9, "opacity": 0.65}, **named)
-
-    def name_runs(self, drawn: Iterable[Run]) -> None:
-        """Begin the legend with the runs, if there are several."""
-        view = self.view
-        entries = [(run.name, view.color(run), view.dash(run)) for run in drawn if view.several]
-        self.legend = entries + self.legend
-
-    def name(self, what: str, color: str, style: str) -> None:
-        """Continue the legend with what all runs have, in no run's colour."""
-        self.legend.append((what, GREY if self.view.several else color, style))
-
-    def cover(self, values: Iterable[float | None]) -> None:
-        """Extend the logarithmic axis to the positive, finite values."""
-        for value in values:
-            if value is not None and 0 < value < math.inf:
-                self.low, self.high = min(self.low, value), max(self.high, value)
-
-    def cover_intervals(self, scales: Sequence[Interval]) -> None:
-        """Extend it to values and ends, but to no upper end above 12 times the largest value."""
-        drawn = [s for s in scales if s.drawn]
-        self.cover(s.value for s in drawn)
-        top = 12 * self.high or math.inf
-        self.cover(min(s.upper, top) for s in drawn if s.resolved)
-        self.cover(s.lower for s in scales)
-        self.cover(s.only for s in scales)
+        self.bounds(at, color, 9, opacity=0.65, **named)
 
     def log_axis(self, axis: str = "yaxis") -> None:
-        """Make an axis logarithmic, in samples, labelled with plain numbers."""
-        if not self.high:
-            return
-        low, high = math.log10(self.low), math.log10(self.high)
+        """Make an axis logarithmic, in samples. It reaches to all values and ends, but to no upper
+        end above 12 times the largest value.
+        """
+        along, ends = axis[0], list[float]()
+        values = [v for t in self.traces if t["mode"] != "none" for v in t[along] if v]
+        for trace in self.traces:
+            bars = trace.get(f"error_{along}", {})
+            middle = trace[along] if trace["mode"] == "none" or bars.get("array") else []
+            ends += [v + d for v, d in zip(middle, bars.get("array", [0.0] * len(middle))) if v]
+            ends += [v - d for v, d in zip(middle, bars.get("arrayminus", ())) if v and v > d]
+        ends = [min(v, 12 * max(values)) for v in ends]
+        low, high = (math.log10(f([*values, *ends])) for f in (min, max))
         pad = max(0.05 * (high - low), 0.06)
-        low, high = low - pad, high + pad
-        decades = range(math.floor(low), math.ceil(high) + 1)
-        for steps in ((1.0,), (1, 2, 5), range(1, 10), [k / 10 for k in range(10, 100)]):
-            ticks = [m * 10.0**e for e in decades for m in steps]
-            if sum(low <= math.log10(t) <= high for t in ticks) >= 3:
-                break
-        self.layout.setdefault(axis, {}).update({
-            "type": "log",
-            "range": [low, high],
-            "tickvals": ticks,
-            "ticktext": [f"{t:,.12g}" if t < 1e6 else count(t) for t in ticks],
-        })  # fmt: skip
+        more: Style = {"type": "log", "range": [low - pad, high + pad], "tickformat": ",~g"}
+        if 1 < high - low < 3:
+            more["dtick"] = "D2"  # 1, 2, 5, 10, 20
+        self.layout.setdefault(axis, {}).update(more)
 
     def spec(self) -> dict[str, Any]:
-        return {"data": self.traces, "layout": self.layout, "height": self.height}
+        layout = self.layout | {"showlegend": self.named > 1}
+        return {"data": self.traces, "layout": layout, "height": self.height}
+
+    @property
+    def named(self) -> int:
+        """The entries of the legend."""
+        return sum(trace.get("showlegend", False) for trace in self.traces)
 
 
 def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> list[Point]:
@@ -257,7 +240,6 @@ def loss(view: View) -> Figure:
         if points := thinned(known, lambda p: p.values["loss"]):
             curve = ((view.x(p), p.values["loss"]) for p in points)
             figure.line(curve, name=view.label(run, "loss", "{run}"), line=line)
-    figure.name_runs(run for run in view.runs if run.losses)
     return figure
 
 
@@ -273,12 +255,12 @@ def largest(view: View) -> Figure:
         x = [view.after(run, s["step"]) for s in found]
         y = [1.0 if s["share"] is None else rounded(s["share"]) for s in found]
         if found:
-            figure.trace(x, y, "markers", text, marker=mark, cliponaxis=False)
+            name = {"name": run.name} if view.several else {}
+            figure.trace(x, y, "markers", text, marker=mark, cliponaxis=False, **name)
     ends = [view.x(run.points[-1]) for run in view.runs if run.points]
     figure.layout["xaxis"]["range"] = [0, max(ends, default=1.0)]
     figure.layout["yaxis"] = {"tickformat": ".0%", "rangemode": "tozero"}
     figure.layout["hovermode"] = "closest"
-    figure.name_runs(run for run in view.runs if run.largest)
     return figure
 
 
@@ -297,11 +279,7 @@ def noise_scale(view: View, metric: str = "euclidean") -> Figure:
         check = scale_in((run.check or {}).get("brute_force", {}))
         if metric == "euclidean" and check.drawn and run.points:
             text = f"single samples, last checkpoint: {said(check)}"
-            figure.mark(view.x(run.points[-1]), check, "diamond-open", color, text)
-    if now:
-        figure.name("mean of the window", COLORS[0], "solid")
-        figure.name("newest weights", COLORS[1], "dot")
-    figure.name_runs(runs)
+            figure.dots([(view.x(run.points[-1]), check, text)], color, 10, "diamond-open")
     return figure
 
 
@@ -310,13 +288,10 @@ def groups(view: View) -> Figure:
     figure, names = Figure(view), [run.groups for run in view.runs]
     order = dict.fromkeys(name for found in names for name in found)
     colors = {name: COLORS[k % len(COLORS)] for k, name in enumerate(order)}
-    figure.legend = [(name, color, "solid") for name, color in colors.items()]
     for k, (run, found) in enumerate(zip(view.runs, names)):
         for name in found:
             label = view.label(run, name, "{what}, {run}")
             figure.scale(run, GROUP + name, label, colors[name], DASHES[k % 4])
-        if found and view.several:
-            figure.legend.append((run.name, GREY, DASHES[k % 4]))
     return figure
 
 
@@ -330,11 +305,10 @@ def batch_size(view: View) -> Figure:
             start, end = view.ends(over)
             figure.shape("rect", start, end, **fill, layer="below")
         if steps := _staircase(view, run):
-            figure.cover(size for _, size in steps)
             line = {"color": view.color(run, SIZE), "width": 2.2, "dash": view.dash(run)}
             line["shape"] = "hv" if run.changes else "vh"
-            size = {"meta": "size", "hovertemplate": "%{y:,.4~g}"}
-            figure.line(steps, name=view.label(run, "batch size"), line=line, **size)
+            name = view.label(run, "batch size")
+            figure.line(steps, name=name, line=line, hovertemplate="%{y:,.4~g}")
         label, color = view.label(run, "critical batch size, estimate"), view.color(run, ESTIMATE)
         figure.scale(run, "cbs/estimate", label, color, "dot")
         for measured in run.critical:
@@ -344,15 +318,15 @@ def batch_size(view: View) -> Figure:
             words = f"critical batch size, branches: {tried(found)}"
             if found.resolved and math.isnan(found.value):
                 found = found._replace(value=math.sqrt(found.lower * found.upper))
-            figure.mark(x, found, "diamond", view.color(run, BRANCHES), view.label(run, words))
-    if all(t.get("meta") == "size" for t in figure.traces) and figure.high <= 1.001 * figure.low:
+            name, color = (
+                view.label(run, "critical batch size, branches"),
+                view.color(run, BRANCHES),
+            )
+            figure.dots([(x, found, view.label(run, words))], color, 10, "diamond", name=name)
+    sizes = [size for trace in figure.traces for size in trace["y"]]
+    only_sizes = not any("marker" in t or t["mode"] == "none" for t in figure.traces)
+    if only_sizes and sizes and max(sizes) <= 1.001 * min(sizes):
         figure.traces = []
-    figure.name("batch size", SIZE, "solid")
-    if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
-        figure.name("critical batch size, estimate", ESTIMATE, "dot")
-    if any(run.critical for run in view.runs):
-        figure.name("critical batch size, branches", BRANCHES, "diamond")
-    figure.name_runs(r for r in view.runs if r.decisions or r.critical or _staircase(view, r))
     return figure
 
 
@@ -384,17 +358,16 @@ def factors(view: View) -> Figure:
         and not math.isnan(factor.value)
     ]
     drawn = [metric for metric in METRICS if metric in {metric for _, metric, *_ in found}]
+    # Side by side, or the intervals of one checkpoint would overlap.
     slots = [(run.name, metric) for run in view.runs for metric in drawn]
-    width = APART * max((x for _, _, x, *_ in found), default=0.0)
+    width = 0.01 * max((x for _, _, x, *_ in found), default=0.0)
     for run, metric, x, tokens, factor in found:
         color = view.color(run, COLORS[METRICS.index(metric)])
         words = f"{count(tokens)} tokens: {factor.said(three_digits)} {FACTORS[metric]}"
         aside = width * (slots.index((run.name, metric)) - (len(slots) - 1) / 2)
         text = view.label(run, words, "{run}, {what}")
-        figure.mark(x + aside, factor, SYMBOLS[metric], color, text)
-    for metric in drawn:
-        figure.name(FACTORS[metric], COLORS[METRICS.index(metric)], SYMBOLS[metric])
-    figure.name_runs(run for run in view.runs if run.critical)
+        name = view.label(run, FACTORS[metric], "{run}, {what}")
+        figure.dots([(x + aside, factor, text)], color, 10, SYMBOLS[metric], name=name)
     return figure
 
 
@@ -425,13 +398,8 @@ def layers(view: View) -> Figure:
     figure = Rows(view, list(dict.fromkeys(path for run in runs for path in run.last_layers)))
     for run in runs:
         found, color = run.last_layers, view.color(run)
-        figure.cover_intervals([*found.values()])
         at = [(html.escape(path), s, f"{path}\n{said(s)}") for path, s in found.items()]
-        bar = {"color": color, "thickness": 1.5 if figure.few else 0.8, "width": 0}
-        mark: Style = {"color": color, "size": 8 if figure.few else 4}
-        figure.values(at, mark, bar, "x", name=run.name)
-        figure.bounds(at, mark | {"size": 10 if figure.few else 6}, "x", name=run.name)
-        figure.legend += [(run.name, color, "point")] if view.several else []
+        figure.dots(at, color, 8 if figure.few else 4, along="x", name=run.name)
     return figure
 
 
@@ -440,13 +408,11 @@ def over_time(view: View, run: Run) -> Figure | None:
     lines = run.layers
     paths = list(dict.fromkeys(path for line in lines for path in line.values))
     rows = [[rounded(line.values.get(path)) for line in lines] for path in paths]
-    scale, figure = Figure(view), Rows(view, paths)
-    scale.cover(v for row in rows for v in row)
-    if len(lines) < 2 or not scale.high:
+    figure, known = Rows(view, paths), [v for row in rows for v in row if v and v > 0]
+    if len(lines) < 2 or not known:
         return None
-    scale.log_axis("colors")
-    colors = scale.layout["colors"]
-    ticks = [math.log10(tick) for tick in colors["tickvals"]]
+    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
+    ticks = [k * 10.0**e for e in decades for k in (1, 2, 5)]
     figure.traces.append({
         "type": "heatmap",
         "x": list(map(view.x, lines)),
@@ -454,7 +420,7 @@ def over_time(view: View, run: Run) -> Figure | None:
         "z": [[round(math.log10(v), 4) if v and v > 0 else None for v in row] for row in rows],
         "customdata": rows,
         "hovertemplate": f"%{{y}}<br>{view.axis} %{{x:,}}: %{{customdata}} samples<extra></extra>",
-        "colorbar": {"tickvals": ticks, "ticktext": colors["ticktext"]},
+        "colorbar": {"tickvals": [*map(math.log10, ticks)], "ticktext": [f"{k:,g}" for k in ticks]},
     })  # fmt: skip
     title = {"text": view.axis}
     figure.layout["xaxis"] = {"title": title, "rangemode": "normal", "showgrid": False}
@@ -480,6 +446,7 @@ def all_figures(view: View) -> dict[str, Figure]:
     figures = {name: figure for name, figure in found.items() if figure and figure.traces}
     for k, (name, figure) in enumerate(figures.items()):
         figure.id = k
+        figure.height += 22 * figure.named if view.several else 0  # a line for each
         if name not in ("loss", "largest") and not name.startswith("layers "):
             figure.log_axis("xaxis" if name == "layers" else "yaxis")
     return figures

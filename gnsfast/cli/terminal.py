@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands print: a template for each in ``templates/``, in rich's markup."""
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -14,23 +13,18 @@ from gnsfast.cli.words import page
 
 
 def show(name: str, found: dict[str, Any], console: Console) -> None:
-    """Print a template that knows ``found``."""
-    for part in parts(name, **found):
-        console.print(part, soft_wrap=getattr(part, "no_wrap", None))
-
-
-def parts(name: str, **found: Any) -> Iterator[Text | Table]:
-    """The paragraphs and tables of a template. Lines that begin with | are a table as Markdown
-    writes it, lines that begin with > are text that is neither markup nor wrapped.
+    """Print the paragraphs and tables of a template that knows ``found``. Lines that begin with |
+    are a table as Markdown writes it, lines that begin with > are text that is neither markup nor
+    wrapped.
     """
     lines = page(name).render(found).removesuffix("\n").split("\n")
     for kind, group in groupby(lines, lambda line: line[:1] if line[:1] in "|>" else ""):
         if kind == "|":
-            yield _table(*group)
+            console.print(_table(*group))
         elif kind == ">":
-            yield Text("\n".join(line[2:] for line in group), no_wrap=True)
+            console.print(Text("\n".join(line[2:] for line in group)), soft_wrap=True)
         else:
-            yield Text.from_markup("\n".join(group), emoji=False)
+            console.print(Text.from_markup("\n".join(group), emoji=False))
 
 
 def _table(*lines: str) -> Table:

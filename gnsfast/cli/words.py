@@ -5,7 +5,7 @@ filter.
 
 import math
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from json import dumps as dumps
 from typing import Any
 
@@ -28,9 +28,8 @@ count = partial(short_count, whole=1e4, units="kMBT")
 """Steps and tokens: 26.2M."""
 
 
-@cache
 def page(name: str) -> Any:
-    """A template, which is read once: the demo's panel is drawn many times."""
+    """A template with these filters."""
     filters = {own: each for own, each in globals().items() if callable(each)}
     return template("gnsfast.cli", name, **filters)
 

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.attachment import Attachment
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
@@ -68,8 +66,13 @@ class GradientNoiseScale:
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``largest()``. ``microbatch(ids=...)`` names them.
         unit: whose gradients are compared with that of the update: ``"sample"``, or
-            ``"micro_batch"``, each backward pass of each process. The second needs two of them in
-            an update and no norms of samples (``TwoBatchNoiseScale``).
+            ``"micro_batch"``, each backward pass of each process. The second needs no norms of
+            samples, so it holds every trained parameter of any model, and it reads each gradient
+            once more in a micro-batch. It needs two of them in an update, better four or more, and
+            refuses FSDP2 and tensor parallelism. It has no bias, but of n samples in K
+            micro-batches tr Σ has up to √((n - 1) / (K - 1)) times the error, and |G|² √((n - 1) /
+            (n - n / K)) times (``compute().excess``). Where samples depend on each other, as
+            through batch norm, the noise is that of micro-batches of this size.
 
     Each process must have whole samples, and processes average their gradients, as DDP and FSDP2
     do. All must call ``update()``, which sums one small vector over them. Tensor parallel layers
@@ -130,9 +133,6 @@ class GradientNoiseScale:
         )
         if self._settings.by_gradients:
             trained(unwrapped(model))
-        self._attached: int | None = None
-        self._attachment: Attachment | None = None
-        self._forward_ended = False
         self.reset()
 
     def reset(self) -> None:
@@ -148,7 +148,6 @@ class GradientNoiseScale:
         """
         if (observer := getattr(self, "_observer", None)) is not None:
             observer.discard()
-        self._attached = None
 
     def _start(self) -> Observer:
         """The observer. It is made at the first micro-batch, after wrapping and sharding."""
@@ -216,10 +215,10 @@ class GradientNoiseScale:
         if self._observer is None:  # the first micro-batch decides
             self._settings = replace(self._settings, clusters=clusters is not None)
         self._settings.check_block(tokens, cu_seqlens, groups, schedule, ids)
-        if self._is_open or self._attached is not None:
+        if self._is_open:
             raise ObservationError(
-                "A micro-batch is already open, by another gns.microbatch block or by "
-                "gns.attach(). Each micro-batch takes one forward and one backward pass."
+                "A micro-batch is already open, by another gns.microbatch block. Each micro-batch "
+                "takes one forward and one backward pass."
             )
         if not self._due:
             yield
@@ -229,7 +228,13 @@ class GradientNoiseScale:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed, passes = pipeline.num_samples, pipeline.passes
         block = Block(passed, self._seen, groups, ids, clusters)
-        observer = self._open(block, cu_seqlens, passes)
+        if self._settings.local and passed < 2:
+            raise ValueError(
+                "source='local' needs two samples in each micro-batch, because it measures each "
+                "one by itself. With one sample in a micro-batch use source='global'."
+            )
+        observer = self._start()
+        observer.open(block, cu_seqlens, passes)
         try:
             steps: AbstractContextManager[None] = nullcontext()
             if pipeline is not None:
@@ -250,93 +255,9 @@ class GradientNoiseScale:
         """Whether a micro-batch is open."""
         return self._observer is not None and self._observer.is_open
 
-    def _open(self, block: Block, *how: Any) -> Observer:
-        if self._settings.local and block.num_samples < 2:
-            raise ValueError(
-                "source='local' needs two samples in each micro-batch, because it measures each "
-                "one by itself. With one sample in a micro-batch use source='global'."
-            )
-        observer = self._start()
-        observer.open(block, *how)
-        return observer
-
     @property
     def _due(self) -> bool:
         return self._seen % self.every == 0
-
-    def attach(self, batch_dim: int = 0) -> Attachment:
-        """Make every training forward of the model a micro-batch, so that ``microbatch`` is not
-        needed. ``remove()`` on the result ends this.
-
-        The batch size is that of dimension ``batch_dim`` of the first tensor among the model's
-        arguments. Losses must be means over samples (or sums, as ``loss_reduction`` says). Forward
-        passes without grad mode are ignored. If losses are divided by the number of micro-batches,
-        so are tr Σ and |G|²; the noise scale stays the same. Construct this with the compiled or
-        wrapped model that you call.
-        """
-        if self._attachment is not None:
-            raise ObservationError("gns.attach() was called before: call remove() on its result")
-        if self._settings.groups:
-            raise ValueError("gns.attach() cannot know groups: use gns.microbatch(n, groups=...)")
-        self._batch_dim = batch_dim
-        hooks = self._before_forward, self._after_forward, self._after_removal
-        self._attachment = Attachment(self.model, *hooks)
-        return self._attachment
-
-    def _after_removal(self, attachment: Attachment) -> None:
-        if self._attachment is not attachment:
-            return
-        self._attachment = None
-        if self._pass_done():
-            self._close_attached()
-        elif self._attached is not None:
-            self.discard()
-
-    def _before_forward(self, args: Any, kwargs: Any) -> None:
-        inside = self._is_open and self._attached is None  # of a gns.microbatch block
-        if self._is_learning or not torch.is_grad_enabled() or not self._due or inside:
-            return
-        if self._attached is not None and not self._forward_ended:
-            self.discard()  # the last forward pass ended in an error
-        self._close_attached()
-        leaves = pytree.tree_leaves((args, kwargs))
-        x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
-        if x is None:
-            raise ObservationError(
-                "gns.attach() reads the batch size off a tensor among the model's arguments, and "
-                "there is none. Use gns.microbatch(num_samples)."
-            )
-        num_samples = x.shape[self._batch_dim if x.ndim > self._batch_dim else 0]
-        block = Block(integer("num_samples", num_samples), self._seen)
-        self._open(block)
-        self._attached, self._forward_ended = num_samples, False
-
-    def _pass_done(self) -> bool:
-        """Whether the attached micro-batch has had its backward pass."""
-        observer = self._observer
-        return self._attached is not None and observer is not None and observer.reached()
-
-    def _after_forward(self) -> None:
-        self._forward_ended = self._forward_ended or not self._is_learning
-
-    @property
-    def _is_learning(self) -> bool:
-        """Whether the model runs for what it shows of its samples."""
-        return Followed.of(unwrapped(self.model)).is_learning
-
-    def _close_attached(self) -> None:
-        if self._attached is None:
-            return
-        num_samples, self._attached = self._attached, None
-        observer = self._start()
-        if not observer.reached():
-            observer.discard()
-            raise ObservationError(
-                "A forward pass of the attached model had no backward pass before the next one or "
-                "before gns.update(). Run evaluation under torch.no_grad(), or put "
-                "gns.microbatch(num_samples) around the passes that you measure."
-            )
-        observer.close(num_samples, None, None)
 
     def update(self, grad_norm: float | Tensor | None = None) -> None:
         """End an update: call it after the last backward pass, before clipping and ``step()``.
@@ -354,14 +275,13 @@ class GradientNoiseScale:
             ObservationError: without a micro-batch, or if gradients are gone or were changed.
             ValueError: for a ``grad_norm`` if parameters are not covered, since it includes them.
         """
-        if self._is_open and self._attached is None:
+        if self._is_open:
             raise ObservationError(
                 "gns.update() was called inside a gns.microbatch block: call it after the block"
             )
         due, self._seen = self._due, self._seen + 1
         if not due:
             return
-        self._close_attached()
         if not self._start().agree():
             return
         observer = self._settle()
@@ -490,6 +410,6 @@ class GradientNoiseScale:
         ledger.ring.fill_(math.nan)
         ledger.ring[:, :saved] = state["ring"][:, :saved]
         ledger.flags.copy_(state["flags"])
-        observer.unseen.update(state.get("unseen", {}))  # older states had none
+        observer.unseen.update(state["unseen"])
         for side in observer.sides.values():
             side.load(state["means"])

@@ -155,7 +155,7 @@ class Largest(Side):
         return {self.name: {"updates": updates, "share": self._share(numbers)}}
 
     def load(self, state: dict[str, Any]) -> None:
-        saved = state.get(self.name, {})  # a run that kept none, or an older version, saved none
+        saved = state.get(self.name, {})  # a run that kept none saved none
         for update, total, own in saved.get("updates", ()):
             self._known[update] = total, [LargestSample(*each) for each in own]
         self._loaded_share = saved.get("share", math.nan)

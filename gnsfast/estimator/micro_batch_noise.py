@@ -100,9 +100,6 @@ class GradientSlab(ProbeSlab):
     def _measured(self) -> list[Leaf]:
         return self.followed.leaves
 
-    def show(self, args: Any, kwargs: Any) -> None:
-        pass
-
     def _begin(self, *asked: Any) -> None:
         self._own = {}
         self._arrivals.start()
@@ -218,10 +215,10 @@ class MicroBatches(Side):
     def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
         if len(passes) * self.setup.processes.world < 2:
             raise ObservationError(
-                "TwoBatchNoiseScale compares the gradients of the backward passes of an update, "
+                "unit='micro_batch' compares the gradients of the backward passes of an update, "
                 "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients "
                 "with a gns.microbatch block for each pass, or train with more processes. "
-                "GradientNoiseScale with unit='sample' measures a single pass."
+                "unit='sample' measures a single pass."
             )
 
     def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 """Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -260,10 +259,6 @@ class Observer:
         self.prints.end_backward(alone=self._alone and not self._passes)
         self._split |= in_context_parallel()
 
-    def reached(self) -> bool:
-        """Whether backward has reached a probe of the open micro-batch."""
-        return self.is_open and self.slab.is_reached
-
     def discard(self) -> None:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.is_open:
@@ -300,7 +295,7 @@ class Observer:
         passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         loss_factors.check_passes(num_samples, passes, tokens)
         slab.read()
-        if slab.parameters and not self.reached():
+        if slab.parameters and not slab.is_reached:
             raise ObservationError(checks.explain_no_backward(slab.followed))
         if pipeline is not None:
             gradients.refuse_unscaled_stage(self.settings.grad_scaler)
@@ -363,7 +358,7 @@ class Observer:
         if not passes:
             raise ObservationError(
                 "gns.update() was called without a micro-batch. Run forward and backward inside "
-                "gns.microbatch(num_samples), or call gns.attach() once."
+                "gns.microbatch(num_samples)."
             )
         self._passes = []
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)

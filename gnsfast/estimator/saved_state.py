@@ -19,7 +19,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
         "metric": None if s.optimizer is None else "adam",
         "dual": list(s.dual),
         "groups": list(s.groups),
-        "clusters": s.clusters or None,  # older states do not have it
+        "clusters": s.clusters,
         "window": window,
         "every": every,
     }
@@ -28,8 +28,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
 def refuse_other(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise ValueError for a state of another model or of other settings."""
     for key, ours in identity.items():
-        # States that are older than units were of samples, or had other keys.
-        theirs = state.get(key, "sample" if key == "unit" and "units" in state else None)
+        theirs = state.get(key)
         if theirs == ours:
             continue
         if isinstance(ours, list) and isinstance(theirs, list):

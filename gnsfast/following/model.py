@@ -58,7 +58,8 @@ class Followed:
             raise ObservationError(
                 f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
                 "samples together, so no per-sample gradient exists. Call eval() on it, use "
-                "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
+                "GroupNorm or LayerNorm instead, or measure with GradientNoiseScale(model, "
+                "unit='micro_batch')."
             )
 
     def learn(

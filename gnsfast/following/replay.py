@@ -164,8 +164,7 @@ def _results(
         places.update(dict.fromkeys(places, FIRST))
         return [FIRST] * len(flat)
     results: list[Place] = [
-        (alone(t, leaf) or UNKNOWN) if row is None else row.result(k)
-        for k, t in enumerate(flat)
+        (alone(t, leaf) or UNKNOWN) if row is None else row.result(k) for k, t in enumerate(flat)
     ]
     if call.name in RECURRENT:
         first = call.leaves[-1] is True
@@ -211,7 +210,9 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
     if leaf.starts is not None:
         return f"{name} has no norms for packed documents here, {where}"
     if not leaf.is_learned:
-        return f"no batch has shown the model: it was not called in this block, {name} {where}. {SHOW}"
+        return (
+            f"no batch has shown the model: it was not called in this block, {name} {where}. {SHOW}"
+        )
     if any(t.ndim for t in data):
         return f"{name} {where} is not as in the table of the model. {SHOW}"
     return (

@@ -296,7 +296,7 @@ class NoiseScale(ModuleNoiseScale):
             interval also holds how far it leaves the trend from update to update. All other
             fields are means over the window, which lag behind.
         noise_from: ``"micro_batches"`` where mean gradients of micro-batches show the noise, not
-            single samples (``TwoBatchNoiseScale``).
+            single samples (``unit="micro_batch"``).
         passes: how many such gradients, over all updates and processes.
         largest: the largest share that a sample has in the sum of squared norms of the newest
             update, where the estimator keeps the largest.

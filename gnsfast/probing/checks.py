@@ -91,8 +91,8 @@ def refuse_nothing(followed: Followed) -> None:
     name = type(followed.structure.model).__name__
     raise (SampleShapeError if without else ObservationError)(
         f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. "
-        "gnsfast.coverage(model) lists the others, and gnsfast.TwoBatchNoiseScale(model) needs no "
-        "per-sample norms."
+        "gnsfast.coverage(model) lists the others, and GradientNoiseScale(model, "
+        "unit='micro_batch') needs no per-sample norms."
     )
 
 
@@ -231,7 +231,8 @@ def explain_penalty(error: BaseException | None) -> None:
 PENALTY = (
     "A gradient of a gradient is taken in the block, as a penalty on gradients does "
     "(create_graph=True), and what is measured has none. Run the pass with the penalty outside of "
-    "the block, or use gnsfast.TwoBatchNoiseScale(model), which needs no per-sample norms."
+    "the block, or use GradientNoiseScale(model, unit='micro_batch'), which needs no per-sample "
+    "norms."
 )
 
 RUN_BACKWARD = (

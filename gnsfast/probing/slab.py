@@ -2,7 +2,6 @@
 """The probes of a whole model, parameter by parameter."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn

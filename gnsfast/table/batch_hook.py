@@ -67,7 +67,11 @@ class BatchHook:
             for leaf in followed.leaves:
                 leaf.rows = rows
             table = followed.table
-            if table is not None and table.has_documents and (table.is_trained or not module.training):
+            if (
+                table is not None
+                and table.has_documents
+                and (table.is_trained or not module.training)
+            ):
                 return
         self.remove()
         samples = Samples.of(batch, rows, None, name)

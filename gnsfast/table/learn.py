@@ -94,7 +94,9 @@ def learn(
     samples = Samples.of(batch, num_samples, take, name)
     followed.open(num_samples)
     try:
-        return table_of(followed, run or _call(followed.structure.model), samples, documents, unproven)
+        return table_of(
+            followed, run or _call(followed.structure.model), samples, documents, unproven
+        )
     finally:
         followed.close()
 
@@ -249,7 +251,8 @@ def _agree(rows: Sequence[Sequence[Row]]) -> bool:
     """Whether the samples are in the same places in the calls of several parameters."""
     first, *others = rows
     return all(
-        len(each) == len(first) and all(a.is_like(b) for a, b in zip(each, first)) for each in others
+        len(each) == len(first) and all(a.is_like(b) for a, b in zip(each, first))
+        for each in others
     )
 
 

@@ -28,7 +28,6 @@ from gnsfast.following import (
 )
 from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
-from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
 from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
 
@@ -187,7 +186,9 @@ def _measured(
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
         weighed = _weights(results, places, n, range(n)) if weighed is None else weighed
         if structure.on_any(graphs_of_gradients[0] != graphs):
-            return Measured([], TWICE, dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE), drew)
+            return Measured(
+                [], TWICE, dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE), drew
+            )
         if structure.on_any(not weighed):
             return Measured([], NO_RESULT, trial.failed, drew)
         parts = [w.part(results, n - 1 - b, n, b, n) for w in weighed for b in range(n)]
@@ -289,7 +290,11 @@ def interleaved(row: Row) -> Row:
     """A row of the table whose samples have interleaved rows where they had consecutive ones."""
 
     def turned(place: Any) -> Any:
-        return place._replace(interleaved=True) if isinstance(place, Layout) and place.several else place
+        return (
+            place._replace(interleaved=True)
+            if isinstance(place, Layout) and place.several
+            else place
+        )
 
     arguments, results = (tuple(map(turned, places)) for places in (row.arguments, row.results))
     return row._replace(arguments=arguments, results=results)

@@ -56,7 +56,9 @@ class Table:
         both = {**other.left_out, **self.left_out, **wrong}
         left_out = {name: why for name, why in both.items() if name not in proofs}
         names = {*self.routes, *other.routes}
-        routes = {n: tuple(dict.fromkeys(self.routes.get(n, ()) + other.routes.get(n, ()))) for n in names}
+        routes = {
+            n: tuple(dict.fromkeys(self.routes.get(n, ()) + other.routes.get(n, ()))) for n in names
+        }
         return replace(
             self,
             batches=(*self.batches, *(rows for rows in other.batches if rows not in self.batches)),

@@ -255,7 +255,10 @@ class Recorder(TorchFunctionMode):
             trained = [e for e, t in zip(leaves, arguments) if e is not None and t.requires_grad]
             if not trained:
                 return func(*args, **kwargs)
-            data = [t if isinstance(t, Tensor) and e is None else None for t, e in zip(arguments, leaves)]
+            data = [
+                t if isinstance(t, Tensor) and e is None else None
+                for t, e in zip(arguments, leaves)
+            ]
             shapes = tuple(None if t is None else _shape(t, self.n) for t in data)
             active = tuple(t is not None and t.requires_grad for t in data)
             out = func(*args, **kwargs)

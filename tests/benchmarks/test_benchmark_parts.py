@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of ``python -m benchmarks cpu`` that need processes of their own, and ``budgets``."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from benchmarks import budget, measure, record  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
 from benchmarks.budgets import parts as regressions  # noqa: E402
 from benchmarks.contestants import cases  # noqa: E402
+from benchmarks.contestants.cases import Problem  # noqa: E402
 from benchmarks.contestants.sessions import Gnsfast  # noqa: E402
 from benchmarks.cpu import fresh
 from benchmarks.cpu import parts as cpu  # noqa: E402
-from benchmarks.networks import GPT, gpt_batch  # noqa: E402
+from benchmarks.networks import GPT, gpt_batch, gpt_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("global_flags")
 
@@ -32,38 +32,16 @@ class TinyGPT(GPT):
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models as small as can be, nothing compiled, in this process, with its threads."""
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as can be, in this process, with its threads."""
     monkeypatch.setattr(cases, "GPT", TinyGPT)
     monkeypatch.setattr(cases, "gpt_batch", lambda model=None: gpt_batch(TinyGPT))
-    monkeypatch.setattr(torch, "compile", lambda fn: fn)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(cases, "small_gpt", cases.one_layer_gpt)
-    cpu.verdicts.cache_clear()
-    functions = {"memory": fresh.memory, "compiled": fresh.compiled}
-    ask = lambda what, *arguments, **environment: functions[what](*arguments)
-    monkeypatch.setattr(fresh, "ask", ask)
-    yield
-    cpu.verdicts.cache_clear()
+    problem = Problem("GPT of one layer", TinyGPT.T, TinyGPT(), gpt_loss, cases.gpt_batch())
+    monkeypatch.setattr(cases, "small_gpt", lambda: problem)
 
 
-def test_the_estimators_share(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step whose clock ticks once whenever it is read: two spans, entering and leaving."""
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)))
-    run, spent = cases.estimated_step()
-    for n in range(1, 12):
-        run()
-        assert spent() == 2 * n
-    monkeypatch.undo()
-
-
-def test_tables_of_single_processes(tiny: None) -> None:
-    (rows,) = cpu.estimator([1], 3).values()
-    assert 0 < rows[0]["estimator ms"] < rows[0]["step ms"] and 0 < rows[0]["share %"] < 100
-    (plain, ours) = cpu.compile([1], 5)["Compile time"]
-    assert [plain["contestant"], ours["contestant"]] == ["plain", "gnsfast"]
-    assert plain["ratio"].ratio == 1 and ours["ratio"].ratio > 0 and ours["first step s"] >= 0
+def test_memory_of_a_process(tiny: None) -> None:
     assert fresh.memory("gnsfast", "1") >= 0
 
 
@@ -80,21 +58,6 @@ def test_autocast(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gnsfast, "run", off)
     with pytest.raises(SystemExit, match="gnsfast under autocast: .* is off by 2.*e-02"):
         cpu.autocast([1], 2)
-
-
-def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what runs beside the estimator."""
-    run = Gnsfast.run
-
-    def doubled(self: Gnsfast) -> None:
-        run(self)
-        self._sqnorms = {name: 2 * sqnorm_B for name, sqnorm_B in self._sqnorms.items()}
-
-    monkeypatch.setattr(Gnsfast, "run", doubled)
-    with pytest.raises(RuntimeError, match="compiled, gnsfast is wrong: .*is off by 1.0e"):
-        cpu.compile([1], 5)
-    with pytest.raises(SystemExit, match="gnsfast is wrong on GPT of one layer"):
-        cpu.estimator([1], 3)
 
 
 def test_an_interrupted_run_replaces_no_whole_record(
@@ -140,14 +103,14 @@ def test_parts_after_one_that_raises(
     def raises(threads: list[int], rounds: int) -> Any:
         raise RuntimeError("out of luck\nand more")
 
-    monkeypatch.setitem(cpu.PARTS, "estimator", raises)
+    monkeypatch.setitem(cpu.PARTS, "coverage", raises)
     monkeypatch.setitem(cpu.PARTS, "start", lambda threads, rounds: {"Start-up time": [{"ms": 1}]})
-    with pytest.raises(SystemExit, match="failed: estimator; see above"):
-        command.main(["cpu", "--only", "estimator", "start", "--record", str(tmp_path)])
-    (path,) = tmp_path.glob("*-cpu-estimator-start.json")
+    with pytest.raises(SystemExit, match="failed: coverage; see above"):
+        command.main(["cpu", "--only", "coverage", "start", "--record", str(tmp_path)])
+    (path,) = tmp_path.glob("*-cpu-coverage-start.json")
     tables = record.read(path).tables
-    assert tables["estimator"] == [
-        {"part": "estimator", "result": "raises RuntimeError: out of luck"}
+    assert tables["coverage"] == [
+        {"part": "coverage", "result": "raises RuntimeError: out of luck"}
     ]
     assert tables["Start-up time"] == [{"ms": 1}]
 

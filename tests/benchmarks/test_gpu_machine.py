@@ -119,7 +119,7 @@ def test_a_rehearsal_measures_what_a_run_does(rehearsal: tuple[Path, str]) -> No
         assert read[f"gpu-{part}"]["command"] == command
         assert written[part] and "Failed" not in written[part]
     (row, *_) = written["ops"]["The weight gradient alone"]
-    assert row["gnsfast / plain"]["ratio"] > 0 and row["predicted"] == "-"
+    assert row["gnsfast / plain"]["ratio"] > 0
     steps = written["step"]["Whole training step"]
     assert [row["contestant"] for row in steps] == 2 * ["plain", "gnsfast, Triton"]
     coverage, cast, times = written["peers"].values()

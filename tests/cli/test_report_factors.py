@@ -81,7 +81,8 @@ def test_side_by_side(tmp_path: Path) -> None:
     both, first = (each["factors"] for each in runs[0].summary()["critical_batch_branches"])
     assert both["euclidean"] == {"value": pytest.approx(8 * 2**0.5), "lower": 4, "upper": 32}
     assert first["euclidean"] == {"value": None, "lower": None, "upper": 8}
-    assert '<span style="color:#8a8f94">◆</span> times the noise scale' in text
+    names = [html.unescape(t["name"]) for t in figure["data"] if t["showlegend"]]
+    assert names == ["a, times the noise scale", "a, times the one under Adam's metric"]
 
 
 def replace_loss(found: CriticalBatch, loss: float) -> Branch:

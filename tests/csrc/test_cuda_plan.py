@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the CUDA kernels share out their tiles, by arithmetic."""
 
-import itertools
 import math
 
 import pytest
@@ -75,18 +74,6 @@ def test_blocks_are_filled(kernel: str, shape: str, processors: int) -> None:
     forbidden = WHOLE_SAMPLES_FORBID.get(key, {})
     assert filled[LONG] == forbidden
     assert filled[1024] == forbidden | NOT_WORTH_CUTTING.get(key, {})
-
-
-@pytest.mark.parametrize("B", [1, 3, *BATCHES])
-@pytest.mark.parametrize("shape", SHAPES)
-@hopper
-def test_the_counted_model_has_this_plan(shape: str, B: int) -> None:
-    model = pytest.importorskip("benchmarks.model.linear", reason="a wheel has none")
-    for processors, T in itertools.product(PROCESSORS, (100, 1024, LONG)):
-        found = plan("sm90", B, T, *SHAPES[shape], processors)
-        counted = model.balance(found["tiles"], B, processors // 2, math.ceil(T / 64))
-        assert counted.most == found["busiest"]
-        assert counted.unfinished * 2 * 128 * 192 == found["scratch_elements"]
 
 
 @hopper

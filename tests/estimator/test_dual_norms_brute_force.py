@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gnsfast
-from gnsfast.cli import tiny_gpt
+from examples import tiny_gpt
 
 N, K = 16, 8  # samples and micro-batches of an update
 

@@ -153,7 +153,7 @@ def test_hook_on_a_gradient() -> None:
         model.zero_grad()
 
 
-def test_clipping_inside_of_the_block_and_when_attached() -> None:
+def test_clipping_inside_of_the_block() -> None:
     model = make()
     gns = gnsfast.GradientNoiseScale(model, source="global")
     [(x, y)] = draw(1)
@@ -162,50 +162,6 @@ def test_clipping_inside_of_the_block_and_when_attached() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(ObservationError, match="clipping"):
         gns.update()
-    model.zero_grad()
-    attachment = gns.attach()
-    with pytest.raises(ObservationError, match="called before"):
-        gns.attach()
-    F.cross_entropy(model(x), y).backward()
-    gns.update(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
-    assert gns.compute().updates == 1
-    model.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(ObservationError, match="clipping"):
-        gns.update()
-    model.zero_grad()
-    model(x)
-    attachment.remove()
-    assert type(model[0].weight) is nn.Parameter
-
-
-def test_attachment_removed_after_backward() -> None:
-    """The micro-batch counts, and the model is plain at once."""
-    model = make()
-    gns = gnsfast.GradientNoiseScale(model)
-    attachment = gns.attach()
-    [(x, y)] = draw(1)
-    F.cross_entropy(model(x), y).backward()
-    attachment.remove()
-    model(torch.randn(3, I))
-    gns.update()
-    assert gns.compute().updates == 1
-
-
-def test_attached_forward_that_failed() -> None:
-    """An error that the user catches does not spoil the next step."""
-    model = make()
-    gns = gnsfast.GradientNoiseScale(model)
-    gns.attach()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.randn(N, I + 1))
-    [(x, y)] = draw(1)
-    F.cross_entropy(model(x), y).backward()
-    gns.update()
-    assert gns.compute().updates == 1
-    with pytest.raises(ValueError, match="num_samples must be a whole number"):
-        model(torch.randn(0, I))
 
 
 def test_one_sample_alone_and_skipped_updates_change_nothing() -> None:

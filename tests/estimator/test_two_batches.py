@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TwoBatchNoiseScale``: unbiased for units of any sizes, and the same as from the float64
-gradient of every backward pass, of a model that nobody converted.
+"""``unit="micro_batch"``: unbiased for units of any sizes, and the same as from the float64
+gradient of every backward pass.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gnsfast
-from gnsfast import ObservationError, TwoBatchNoiseScale
+from gnsfast import GradientNoiseScale, ObservationError
 from gnsfast.integrations.trackers import metrics
 
 B, K, UPDATES = 2, 4, 8
+by_micro_batches = partial(GradientNoiseScale, unit="micro_batch")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_unbiased_over_all_draws(units: list[int], lengths: list[int] | None) ->
     x_M, r_M = torch.randn(2, 3, 3, dtype=torch.float64)
     g_M = torch.einsum("mo,mi->moi", r_M, x_M).flatten(1)
     model = nn.Linear(3, 3, bias=False).double()
-    gns = TwoBatchNoiseScale(model, window=3**n)
+    gns = by_micro_batches(model, window=3**n)
     counts = every_draw(gns, model, x_M, r_M, units, lengths)
     found, spread = gns.compute(), counts.square().mean() / counts.mean().square()
     trace = (g_M - g_M.mean(0)).square().sum(1).mean() * spread
@@ -80,13 +82,11 @@ def expected(model: nn.Module, data: list[Any], K: int = K) -> dict[str, tuple[T
 
 @pytest.mark.parametrize("how", ["plain", "scaler", "norm"])
 def test_against_units(how: str) -> None:
-    """LSTM, convolution, tied weight, checkpoint, an expert that some units do not reach, with
-    nothing converted.
-    """
+    """LSTM, convolution, tied weight, checkpoint, an expert that some units do not reach."""
     model, data = Everything().double(), draw()
     want = expected(model, data)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaler" else None
-    gns = TwoBatchNoiseScale(model, grad_scaler=scaler)
+    gns = by_micro_batches(model, grad_scaler=scaler)
     found = run(model, gns, data, scaler, how == "norm")
     trace, grad_sqnorm = (sum(each).item() for each in zip(*want.values()))
     assert found.trace == pytest.approx(trace, rel=1e-9)
@@ -108,7 +108,7 @@ def test_against_units(how: str) -> None:
 def test_as_single_samples_where_each_is_a_micro_batch() -> None:
     """One sample per micro-batch: the numbers of ``GradientNoiseScale``, and the same error."""
     model = nn.Linear(6, 3).double()
-    one, two = gnsfast.GradientNoiseScale(model), TwoBatchNoiseScale(model)
+    one, two = gnsfast.GradientNoiseScale(model), by_micro_batches(model)
     for k in range(24):
         x = torch.randn(1, 6).double()
         with one.microbatch(1, scale=1 / 4), two.microbatch(1, scale=1 / 4):
@@ -128,7 +128,7 @@ def test_with_a_dual_norm() -> None:
     both = gnsfast.GradientNoiseScale(model, unit="micro_batch", metric="sign")
     sign = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
     found = run(model, both, data)
-    assert found.noise_scale == run(model, TwoBatchNoiseScale(model), data).noise_scale
+    assert found.noise_scale == run(model, by_micro_batches(model), data).noise_scale
     assert found.sign is not None and found.sign.noise_from == "micro_batches"
     alone = run(model, sign, data).sign
     assert alone is not None and found.sign.noise_scale == pytest.approx(alone.noise_scale)
@@ -136,7 +136,7 @@ def test_with_a_dual_norm() -> None:
 
 def test_what_is_said() -> None:
     model, data = Everything().double(), draw()
-    found = run(model, TwoBatchNoiseScale(model), data)
+    found = run(model, by_micro_batches(model), data)
     assert found.noise_from == "micro_batches"
     assert "\nfrom 32 gradients of micro-batches, not from single samples: tr Σ has up to " in (
         str(found)
@@ -153,7 +153,7 @@ def test_excess_is_that_of_noise() -> None:
     n, width, draws = 16, 30, 400
     model = nn.Linear(width, 1, bias=False).double()
     one = gnsfast.GradientNoiseScale(model, window=1)
-    two = TwoBatchNoiseScale(model, window=1)
+    two = by_micro_batches(model, window=1)
     values = []
     for _ in range(draws):
         for x in torch.randn(K, n // K, width, dtype=torch.float64):
@@ -175,14 +175,14 @@ def test_compiled_and_sparse() -> None:
     net = nn.Sequential(table, nn.Flatten(), nn.Linear(16, 3)).double()
     data = draw()
     want = expected(nn.Sequential(nn.Embedding(7, 4, _weight=table.weight.data), *net[1:]), data)
-    found = run(net, TwoBatchNoiseScale(net), data)
+    found = run(net, by_micro_batches(net), data)
     assert found.trace == pytest.approx(sum(each[0].item() for each in want.values()))
     dense = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
     data = [(torch.randn(B, 6), (torch.rand(B) < 0.2).long()) for _ in range(UPDATES * K)]
     called = torch.compile(dense, backend="aot_eager")
     one, two = (
-        run(dense, TwoBatchNoiseScale(dense), data),
-        run(called, TwoBatchNoiseScale(called), data),
+        run(dense, by_micro_batches(dense), data),
+        run(called, by_micro_batches(called), data),
     )
     assert one.noise_scale == pytest.approx(two.noise_scale)
     assert {*one.per_module} == {*two.per_module} == {"0", "2"}
@@ -198,7 +198,7 @@ def in_ddp(rank: int) -> None:
         want = expected(net, data, 2 * passes)
         trace, grad_sqnorm = (sum(each).item() for each in zip(*want.values()))
         model = DDP(net)
-        gns = TwoBatchNoiseScale(model)
+        gns = by_micro_batches(model)
         for k in range(0, len(own), passes):
             for j, batch in enumerate(own[k : k + passes], 1):
                 model.require_backward_grad_sync = j == passes
@@ -210,7 +210,7 @@ def in_ddp(rank: int) -> None:
         assert found.passes == len(data) and found.updates == len(own) // passes
         assert found.trace == pytest.approx(trace)
         assert found.grad_sqnorm == pytest.approx(grad_sqnorm)
-    alone = TwoBatchNoiseScale(net)  # nobody averages
+    alone = by_micro_batches(net)  # nobody averages
     for k in range(2):
         with alone.microbatch(B, scale=0.5):
             (loss_of(net, data[2 * k + rank]) / (2 * B)).backward()
@@ -223,7 +223,7 @@ def sharded(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     with pytest.raises(NotImplementedError, match="noise from micro-batches .*FSDP2"):
-        TwoBatchNoiseScale(fully_shard(nn.Linear(4, 4)))
+        by_micro_batches(fully_shard(nn.Linear(4, 4)))
 
 
 @pytest.mark.dist

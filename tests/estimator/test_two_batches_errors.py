@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``TwoBatchNoiseScale`` refuses, by name and with a remedy, and what it carries on from."""
+"""What ``unit="micro_batch"`` refuses, by name and with a remedy, and what it carries on from."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from noise_cases import through_a_file
 from torch import Tensor, nn
 
-from gnsfast import GradientNoiseScale, ObservationError, TwoBatchNoiseScale
+from gnsfast import GradientNoiseScale, ObservationError
+
+by_micro_batches = partial(GradientNoiseScale, unit="micro_batch")
 
 
-def make() -> tuple[nn.Module, TwoBatchNoiseScale]:
+def make() -> tuple[nn.Module, GradientNoiseScale]:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    return model, TwoBatchNoiseScale(model)
+    return model, by_micro_batches(model)
 
 
 def loss(model: nn.Module) -> Tensor:
@@ -206,7 +209,7 @@ def test_frozen_later() -> None:
     update(model, gns)
     assert {*gns.compute().per_module} == {"2"}
     with pytest.raises(ValueError, match="Linear has no trainable parameter"):
-        TwoBatchNoiseScale(nn.Linear(2, 2).requires_grad_(False))
+        by_micro_batches(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_a_model_that_is_moved_before_the_first_pass() -> None:
@@ -227,7 +230,7 @@ def test_arguments() -> None:
         ({"loss_reduction": "max"}, "loss_reduction must be"),
     ):
         with pytest.raises(ValueError, match=match):
-            TwoBatchNoiseScale(model, **options)
+            by_micro_batches(model, **options)
     with pytest.raises(ValueError, match="num_samples"):
         with gns.microbatch(0):
             pass
@@ -245,7 +248,6 @@ def test_what_needs_single_samples_is_refused() -> None:
 
 
 def test_states_of_another_unit() -> None:
-    """Those that are older than ``unit`` are of samples."""
     model, two = make()
     update(model, two)
     one = GradientNoiseScale(model)
@@ -254,20 +256,13 @@ def test_states_of_another_unit() -> None:
         one.load_state_dict(two.state_dict())
     with pytest.raises(ValueError, match="made with unit='sample'"):
         two.load_state_dict(one.state_dict())
-    older = one.state_dict()
-    del older["unit"], older["unseen"]
-    again = GradientNoiseScale(model)
-    again.load_state_dict(older | {"touched": {"0.weight": 2}})
-    assert again.compute() == one.compute()
-    with pytest.raises(ValueError, match="made with unit=None"):
-        two.load_state_dict({"two_batches": True, "parameters": ["0.weight"]})
     assert two.compute().updates == 1
 
 
 def test_every_window_and_state() -> None:
     """Half of the updates, and the same bits after a save; another model's state is refused."""
     model = nn.Linear(4, 2)
-    one, two = (TwoBatchNoiseScale(model, window=5, every=2) for _ in range(2))
+    one, two = (by_micro_batches(model, window=5, every=2) for _ in range(2))
     for _ in range(13):
         update(model, one)
     two.load_state_dict(through_a_file(one.state_dict()))
@@ -280,7 +275,7 @@ def test_every_window_and_state() -> None:
     with pytest.raises(ValueError, match="another model: its list of parameters differs in"):
         make()[1].load_state_dict(one.state_dict())
     with pytest.raises(ValueError, match="made with window=5"):
-        TwoBatchNoiseScale(model, every=2).load_state_dict(one.state_dict())
+        by_micro_batches(model, every=2).load_state_dict(one.state_dict())
     passes(model, two, 1)
     with pytest.raises(ObservationError, match="in the middle of an update"):
         two.state_dict()

@@ -137,13 +137,6 @@ def test_a_pass_without_gradients_in_a_block() -> None:
     assert_norms(norms, loop_sqnorms(model, weighted_loss, data, 4))
 
 
-def test_convert_returns_the_model_and_warns() -> None:
-    model = Model()
-    with pytest.warns(DeprecationWarning, match=r"no longer needed.*gnsfast\.configure"):
-        assert gnsfast.convert(model, exclude=["up"]) is model
-    assert "up.weight" not in norms_of(model, batch())
-
-
 def test_options_replace_those_before() -> None:
     model, data = gnsfast.configure(Model(), exclude=["up"]), batch()
     assert set(norms_of(model, data)) == {n for n, _ in model.named_parameters() if "up" not in n}

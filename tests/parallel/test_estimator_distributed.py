@@ -171,23 +171,6 @@ def clip_before_update(rank: int) -> None:
         gns.compute()
 
 
-def attached_and_clipped(rank: int) -> None:
-    """Marks are taken when backward ends, after DDP's average: clipping is seen, averaging not."""
-    model = DistributedDataParallel(make())
-    gns = gnsfast.GradientNoiseScale(model)
-    gns.attach()
-    for clip in (False, True):
-        F.cross_entropy(model(torch.randn(N, I)), torch.zeros(N).long()).backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            with pytest.raises(gnsfast.ObservationError, match="clipping"):
-                gns.update()
-        else:
-            gns.update()
-            assert gns.compute().updates == 1
-        model.zero_grad()
-
-
 def not_wrapped(rank: int) -> None:
     """Each process trains by itself: their gradients are not an average."""
     model = make()
@@ -301,7 +284,6 @@ def unused_on_one_rank(rank: int) -> None:
 
 def test_two_processes() -> None:
     works = (
-        attached_and_clipped,
         clip_before_update,
         divide_factors,
         new_divide_factor,

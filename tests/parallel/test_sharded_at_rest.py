@@ -33,16 +33,13 @@ def trained(
     rank: int | None, model: nn.Module, gns: gnsfast.GradientNoiseScale, evaluated: str = "never"
 ) -> gnsfast.NoiseScale:
     """An update of one micro-batch on each process; those of all processes if ``rank`` is None."""
-    optimizer, attached = gns._settings.optimizer, gns._attachment is not None
+    optimizer = gns._settings.optimizer
     for k, ranks in enumerate(batches_of(2, 1, 4)):
         if evaluated == "each" or (evaluated == "first" and k == 0):
             with torch.no_grad():
                 loss_of(model, ranks[0][0])
         passes = in_one(ranks) if rank is None else ranks[rank]
         for batch in passes:
-            if attached:
-                (loss_of(model, batch) / len(passes)).backward()
-                continue
             with gns.microbatch(4, scale=1 / len(passes)):
                 (loss_of(model, batch) / len(passes)).backward()
         gns.update()
@@ -51,12 +48,10 @@ def trained(
     return gns.compute()
 
 
-def same(rank: int, evaluated: str, attached: bool) -> None:
+def same(rank: int, evaluated: str) -> None:
     one, model = make(), shard(make())
     truth = trained(None, one, alone(one, ALL, optimizer=adam(one)))
     gns = gnsfast.GradientNoiseScale(model, metric=ALL, optimizer=adam(model))
-    if attached:
-        gns.attach()
     found = trained(rank, model, gns, evaluated)
     assert found.updates == truth.updates == 6
     for name in ("", "adam", "sign"):
@@ -66,11 +61,8 @@ def same(rank: int, evaluated: str, attached: bool) -> None:
     assert found.spectral.noise == pytest.approx(truth.spectral.noise, rel=1e-6)
 
 
-CASES = [("first", False), ("each", False), ("never", True), ("each", True)]
-
-
 def test_two_processes() -> None:
-    spawn(each, args=([same], *CASES))
+    spawn(each, args=([same], ("first",), ("each",), ("never",)))
 
 
 def partly(rank: int) -> None:

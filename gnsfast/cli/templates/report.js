@@ -12,7 +12,8 @@
     len: 1, lenmode: "fraction", outlinewidth: 0};
   const template = {
     layout: {
-      hovermode: "x unified", showlegend: false, yaxis: grid,
+      hovermode: "x unified", yaxis: grid,
+      legend: {orientation: "h", x: 0, y: 1, yanchor: "bottom", itemsizing: "constant"},
       xaxis: Object.assign({exponentformat: "B", rangemode: "tozero", nticks: 6}, grid,
         {automargin: false}),
     },

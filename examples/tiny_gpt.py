@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model and text: a byte-level GPT, and the language reference that CPython ships."""
+"""A byte-level GPT, and the text that it learns: the language reference that CPython ships."""
+
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +26,11 @@ class Block(nn.Module):
         return x_BTD + self.fed_forward(self.norm_2(x_BTD))
 
     def fed_forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x_BTD)))
-        return out
+        return self.down(F.gelu(self.up(x_BTD)))
 
 
 class TinyGPT(nn.Module):
-    """Byte-level; the head is tied to the token embedding."""
+    """The head is tied to the token embedding."""
 
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
@@ -43,17 +44,12 @@ class TinyGPT(nn.Module):
     def forward(self, ids_BT: Tensor) -> Tensor:
         positions_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         x_BTD = self.tokens(ids_BT) + self.positions(positions_1T)
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
-        return logits
+        return self.head(self.norm(self.blocks(x_BTD)))
 
 
 def read_text() -> Tensor:
     """Python's language reference as bytes."""
-    from pydoc_data.topics import topics
-
-    return torch.frombuffer(
-        bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8
-    ).long()
+    return torch.tensor(list("\n".join(topics.values()).encode()))
 
 
 def draw(text: Tensor, samples: int, generator: torch.Generator) -> Tensor:
