@@ -203,6 +203,9 @@ def _assembled(
     proofs: dict[str, str] = {}
     left_out: dict[str, str] = {}
     doubtful: dict[str, str] = {}
+    without_gradient = proof.silent | {
+        leaf.name for leaf in followed.leaves if leaf.name not in routes
+    }
     for leaf in followed.leaves:
         name = leaf.name
         if leaf.left_out or name in proof.wrong:
@@ -238,7 +241,7 @@ def _assembled(
         routes,
         proofs,
         left_out,
-        frozenset(doubtful.keys() & left_out.keys()),
+        frozenset() if proof.reason else without_gradient & doubtful.keys() & left_out.keys(),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
         shown.rtol > 1e-2,
