@@ -9,8 +9,8 @@ from gnsfast.following import Followed, set_excluded, unwrapped
 
 
 def configure(model: nn.Module, *, exclude: Iterable[str] = ()) -> nn.Module:
-    """Set what is left out of ``model``. Returns ``model``, which stays as it is. What was learnt of
-    it is forgotten.
+    """Set what is left out of ``model``. Returns ``model``, which stays as it is. What was learnt
+    of it is forgotten.
 
     Args:
         exclude: patterns (``fnmatch``) of parameters, and of modules with all their parameters,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 class Layout(NamedTuple):
     """Dimension ``dim`` holds B samples of consecutive rows, or if ``interleaved`` rows that are B
-    apart. ``several`` is the number of rows that a sample had there when the table was learnt, 0 for
-    one. ``ANY_NUMBER`` stands for any number.
+    apart. ``several`` is the number of rows that a sample had there when the table was learnt, 0
+    for one. ``ANY_NUMBER`` stands for any number.
     """
 
     dim: int = 0

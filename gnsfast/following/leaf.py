@@ -21,9 +21,9 @@ unfollowed = torch._C.DisableTorchFunctionSubclass
 class Row(NamedTuple):
     """A row of the table: one call that takes a parameter, or a tensor made of it. ``name`` is that
     of its function, and ``arguments`` and ``results`` say where the samples are; None stands for
-    parameters and for other values. ``chosen`` is not empty if the data chose its rows, from tensors
-    in which a sample had so many rows. ``sizes`` are those of a sample in the first tensor that holds
-    the samples.
+    parameters and for other values. ``chosen`` is not empty if the data chose its rows, from
+    tensors in which a sample had so many rows. ``sizes`` are those of a sample in the first tensor
+    that holds the samples.
     """
 
     name: str
@@ -112,13 +112,13 @@ class Leaf:
     itself. ``batches`` are for each batch of the table the calls that take it, in their order, and
     ``routes`` the functions in which it meets the data. ``lengths`` say how much longer the samples
     of this pass are. ``probe`` is for uses of this leaf, ``pair`` for those of this leaf and the
-    ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its plans; documents
-    have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known. ``recent`` are uses
-    of earlier passes, by the number of the function (``uses.begin``). ``made`` are the tensors that
-    are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does
-    not count. ``left_out`` says why it has no norms. ``is_opaque``: no function that takes it can be
-    seen. ``is_ordered``: the samples lie in other ways in some of its calls than in others of the
-    same name.
+    ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its plans;
+    documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
+    ``recent`` are uses of earlier passes, by the number of the function (``uses.begin``). ``made``
+    are the tensors that are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in
+    compiled code, which does not count. ``left_out`` says why it has no norms. ``is_opaque``: no
+    function that takes it can be seen. ``is_ordered``: the samples lie in other ways in some of its
+    calls than in others of the same name.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:

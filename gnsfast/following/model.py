@@ -67,7 +67,8 @@ class Followed:
         *batches: Mapping[str, Sequence[Row]],
         routes: Mapping[str, tuple[str, ...]] = {},
     ) -> None:
-        """Let the parameters know their rows of the table, for each batch that it was learnt from."""
+        """Let the parameters know their rows of the table, for each batch that it was learnt
+        from."""
         for leaf in self.leaves:
             rows = [batch.get(leaf.name, ()) for batch in batches]
             leaf.learn(rows, routes.get(leaf.name, ()))

@@ -10,8 +10,8 @@ from gnsfast.following.checkpoints import saves_nothing
 
 
 class Owners(NamedTuple):
-    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows. Zero
-    stands for rows that the data have chosen in a way that is not followed.
+    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows.
+    Zero stands for rows that the data have chosen in a way that is not followed.
     """
 
     owner_N: Tensor
@@ -83,7 +83,7 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
             if rows and rows % B == 0 and _holds(size[1:-1].numel(), n, start):
                 at = (at + rows) % 2**64 if at >= rows else at  # -1 has no sign there
                 at_n = torch.full((n,), at, device=node._input_metadata[0].device)
-                return _Index(at_n, *behind[0], rows)
+                return _Index(at_n, behind[0][0], behind[0][1], rows)
         if name == "IndexBackward0" or (name in ALONG and node._saved_dim == 0):
             size = _size_of(*behind[0])
             index, skipped = _saved_index(node)
@@ -95,7 +95,7 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
             is_of_rows = index is not None and index.ndim == 1 and index.dtype == torch.int64
             if index is not None and is_of_rows and is_first and _holds(len(index), n, start):
                 at_n = index.as_subclass(Tensor)[start or 0 :][:n] % size[0]
-                return _Index(at_n, *behind[0], size[0])
+                return _Index(at_n, behind[0][0], behind[0][1], size[0])
         todo += [(f, nr, start) for f, nr in behind[: 1 if name in INSERTS else None]]
     return None
 

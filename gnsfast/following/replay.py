@@ -194,8 +194,8 @@ def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
 
 SHOW = (
     "gnsfast.learn(model, batch) shows where its samples are; where the model is called by its "
-    "parts, gnsfast.learn(model, batch, run=step), with a function step(batch) that returns what the "
-    "loss is made of for each sample"
+    "parts, gnsfast.learn(model, batch, run=step) does, with a function step(batch) that returns "
+    "what the loss is made of for each sample"
 )
 
 

@@ -56,8 +56,8 @@ def trace_estimate(p: Tensor, grad_sqnorm: Tensor, u2: Tensor, weight: Tensor) -
 def length_variance(samples: Tensor, tokens: Tensor, microbatches: Tensor, ratio: Tensor) -> Tensor:
     """The variance of a sample's token count, Var L, from the totals of micro-batches alone.
 
-    The total N_m of n_m samples has the mean n_m L̄ and the variance n_m Var L, so Var L is the mean
-    over m of (N_m - n_m L̄)² / n_m. The arguments are sums over micro-batches: Σ n, Σ N, their
+    The total N_m of n_m samples has the mean n_m L̄ and the variance n_m Var L, so Var L is the
+    mean over m of (N_m - n_m L̄)² / n_m. The arguments are sums over micro-batches: Σ n, Σ N, their
     number, and Σ N² / n.
     """
     mean = tokens / samples

@@ -144,9 +144,9 @@ class ProbeSlab:
         for leaf in self.leaves:
             if leaf.is_unordered:
                 leaf.fail(
-                    f"{leaf.found.functions} functions take it, and another number in the table, in "
-                    "some of which the samples lie in another way. gnsfast.learn(model, batch) with "
-                    "this batch shows them"
+                    f"{leaf.found.functions} functions take it, another number than in the table, "
+                    "in some of which the samples lie in another way. gnsfast.learn(model, batch) "
+                    "with this batch shows them"
                 )
             if leaf.found.failed:
                 raise ObservationError(
@@ -167,8 +167,8 @@ class ProbeSlab:
 
         ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
         beside the norms. ``at_end`` is called after each backward pass and its averages over
-        processes, ``at_start`` when the first one has reached a probe. ``learned`` is called in place
-        of ``refresh`` when a batch has shown something.
+        processes, ``at_start`` when the first one has reached a probe. ``learned`` is called in
+        place of ``refresh`` when a batch has shown something.
         """
         self.num_samples = num_samples
         self._begin(facts, documents)

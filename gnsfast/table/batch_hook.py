@@ -18,9 +18,9 @@ from gnsfast.tensors import tensors_of
 
 
 class BatchHook:
-    """Learns the table of an open model from the first batch that ``caller``, the model or a wrapper
-    of it, gets in a block of so many ``samples``. Of packed ``documents`` it also tells how many
-    rows of the batch hold them. ``learned()`` is called when there is a new table.
+    """Learns the table of an open model from the first batch that ``caller``, the model or a
+    wrapper of it, gets in a block of so many ``samples``. Of packed ``documents`` it also tells how
+    many rows of the batch hold them. ``learned()`` is called when there is a new table.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BatchHook:
 
     @staticmethod
     def is_needed(followed: Followed, samples: int, documents: Documents | None) -> bool:
-        """Whether an open model has to see its batch: no table was learnt, or none in training mode.
-        A single sample has nothing to tell apart.
+        """Whether an open model has to see its batch: no table was learnt, or none in training
+        mode. A single sample has nothing to tell apart.
         """
         table, several = followed.table, samples > 1 or bool(followed.structure.groups)
         trains = followed.structure.model.training

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's activation checkpoints while a model is learnt, in the thread that learns and no other."""
+"""Torch's activation checkpoints while a model is learnt, in the thread that learns and no
+other."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from torch.utils import checkpoint
 
 
 class _Replaced:
-    """Replaces ``name`` of torch's module or class ``owner`` for the threads that ask for it. Others
-    get what is there. It is put back when no thread asks for it.
+    """Replaces ``name`` of torch's module or class ``owner`` for the threads that ask for it.
+    Others get what is there. It is put back when no thread asks for it.
     """
 
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -57,7 +58,8 @@ def _not_reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> 
 
 
 keeping_graphs = _Replaced(checkpoint, "_checkpoint_hook", lambda frame: nullcontext())
-"""Let non-reentrant checkpoints keep their graphs, in which rows that the data have chosen are found.
+"""Let non-reentrant checkpoints keep their graphs, in which rows that the data have chosen are
+found.
 """
 
 not_reentrant = _Replaced(checkpoint.CheckpointFunction, "apply", _not_reentrant)

@@ -16,9 +16,9 @@ class CoverageRow:
     """One parameter.
 
     ``route`` names the functions in which it meets the data. That of a "frozen" parameter, and of
-    one that the batch gives no gradient ("none"), is no part of what is covered. ``static`` says whether it has norms.
-    ``observed`` says whether backward reached it in the last pass, and is None before the first.
-    ``reason`` says why there are no norms, or why they are not proven.
+    one that the batch gives no gradient ("none"), is no part of what is covered. ``static`` says
+    whether it has norms. ``observed`` says whether backward reached it in the last pass, and is
+    None before the first. ``reason`` says why there are no norms, or why they are not proven.
     """
 
     parameter: str

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gnsfast.errors import ObservationError, first_line
 from gnsfast.following import Followed, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
@@ -21,10 +22,10 @@ from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
 
+TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
-    "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. If "
-    "they lie along the other, gnsfast.learn(model, batch, take=lambda batch, samples: batch[:, "
-    "samples]) says so"
+    "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
+    f"If they lie along the other, {TAKE} says so"
 )
 
 FEW = 3
@@ -41,8 +42,8 @@ def learn(
     cu_seqlens: Tensor | None = None,
     unproven: str = "leave_out",
 ) -> Table:
-    """The table of a model: for each call that takes a parameter, where the samples are, and how the
-    norms of their gradients were proven. Its only effect is this value.
+    """The table of a model: for each call that takes a parameter, where the samples are, and how
+    the norms of their gradients were proven. Its only effect is this value.
 
     Three samples of the batch go through the model in evaluation mode, and the same with a copy of
     the first: the dimension that grows with their number holds the samples. Then the norms of a
@@ -69,9 +70,8 @@ def learn(
         ValueError: for a batch without samples, and for an unknown ``unproven``.
         SampleShapeError: if no tensor of the batch has so many samples, and there is no ``take``.
         ObservationError: if a batch norm uses the statistics of its batch, if packed documents
-            attend to each other, and inside of a block.
-
-    What the model, ``run`` or ``take`` raises is raised here too.
+            attend to each other, if the model does not take some of the samples, and inside of a
+            block.
 
     >>> table = gnsfast.learn(torch.nn.Linear(5, 2), torch.randn(4, 5))
     >>> print(table)
@@ -125,7 +125,7 @@ def table_of(
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
     with _for_our_own_ends(followed):
-        traces, late = _traced(trial)
+        trial, traces, late = _traced_with_some(trial)
         shown = Shown.of(traces, late)
         proof, rows = prove(trial, shown.rows, traces.result_places, shown.rtol, training=False)
         places, trains = traces.result_places, structure.model.training
@@ -172,9 +172,33 @@ class Shown(NamedTuple):
         return cls(rows, routes, calls, new, 5e-2 if is_half else 1e-3)
 
 
-def _traced(trial: Trial) -> tuple[Traces, Traces | None]:
-    """The traces in evaluation mode, and those in training mode if the model trains and evaluation
-    mode has not reached some parameter, nor a sibling of it.
+def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
+    """The traces of a few samples, or where the model does not take so few, as one that compares
+    pairs, those of the whole batch.
+
+    Raises:
+        ObservationError: if the model takes neither.
+    """
+    few = len(trial.order)
+    try:
+        return trial, *_traced(trial, few + 1)
+    except Exception as error:  # the model's own, whatever it is
+        whole = trial._replace(order=[*range(trial.samples.n)])
+        try:
+            return whole, *_traced(whole, 2 * trial.samples.n)
+        except Exception:
+            name = type(trial.followed.structure.model).__name__
+            raise ObservationError(
+                f"{name} does not take {few} or {few + 1} samples of its batch of "
+                f"{trial.samples.n} ({first_line(error)}). If they were cut out of it wrongly, "
+                f"{TAKE} says how. Rows of each tensor whose dimension 0 or 1 has the size "
+                f"{trial.samples.n} were taken."
+            ) from error
+
+
+def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
+    """The traces in evaluation mode of the samples and of ``m``, and those in training mode if the
+    model trains and evaluation mode has not reached some parameter, nor a sibling of it.
     """
     structure, order = trial.followed.structure, trial.order
     model, n = structure.model, len(order)
@@ -184,7 +208,7 @@ def _traced(trial: Trial) -> tuple[Traces, Traces | None]:
             return trial.outputs([order[b % n] for b in range(k)])
 
         with keeping_graphs():
-            return trace(run, n, n + 1, lambda agrees: not structure.on_any(not agrees))
+            return trace(run, n, m, lambda agrees: not structure.on_any(not agrees))
 
     trains = model.training
     with kept_modes(model):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of a table: the norms of a measured pass over a few samples, beside those of a loop over
-single samples of the very same model.
+"""The proof of a table: the norms of a measured pass over a few samples, beside those of a loop
+over single samples of the very same model.
 
 The loss weighs the outputs of each sample at random, so that no gradients cancel. Gradients come
 from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from gnsfast.kept import kept_modes
 from gnsfast.table.samples import Samples
 from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
 
-Rows = dict[str, tuple[Row, ...]]
+Rows = Mapping[str, tuple[Row, ...]]
 
 
 class Proof(NamedTuple):
@@ -148,8 +148,8 @@ def prove(
     trial: Trial, rows: Rows, places: Sequence[Place], rtol: float, training: bool
 ) -> tuple[Proof, Rows]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
-    that it proves: those that fail as consecutive rows of each sample are tried as interleaved ones.
-    The model is as it is where that is ``training``, else in evaluation mode.
+    that it proves: those that fail as consecutive rows of each sample are tried as interleaved
+    ones. The model is as it is where that is ``training``, else in evaluation mode.
     """
     followed, structure = trial.followed, trial.followed.structure
     followed.learn(rows)
@@ -161,10 +161,10 @@ def prove(
         turned = {name: tuple(map(interleaved, rows.get(name, ()))) for name in proof.wrong}
         turned = {name: new for name, new in turned.items() if new != rows.get(name, ())}
         if structure.on_any(bool(turned)):
-            followed.learn(rows | turned)
+            followed.learn({**rows, **turned})
             again = judged(_measured(trial, places, measured.weighed), truth, rtol)
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
-            rows = rows | {name: turned[name] for name in right & turned.keys()}
+            rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
             followed.learn(rows)
@@ -272,8 +272,8 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
                 UNSEEN
                 if not bool(norm_PB[p].any())
                 else (
-                    f"its norm for a sample is {norm_PB[p, b]:.6g}, and {real_PB[p, b]:.6g} for the "
-                    "same sample alone: samples meet in the model, or were not told apart"
+                    f"its norm for a sample is {norm_PB[p, b]:.6g}, and {real_PB[p, b]:.6g} for "
+                    "the same sample alone: samples meet in the model, or were not told apart"
                 )
             )
     is_shown_PB = (error_PB <= limit_PB) & (real_PB.sqrt() > LEAST)
@@ -301,8 +301,8 @@ def interleaved(row: Row) -> Row:
 
 
 def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
-    """The parameters of which other samples of the whole batch have a norm in a loss of some samples
-    alone, as the model is (in training mode where it trains), with the reason.
+    """The parameters of which other samples of the whole batch have a norm in a loss of some
+    samples alone, as the model is (in training mode where it trains), with the reason.
     """
     order = range(max(trial.samples.n, len(trial.order)))  # of the whole batch
     n = len(order)

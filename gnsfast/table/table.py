@@ -20,12 +20,12 @@ class Table:
     and ``a | b`` joins the tables of two batches.
 
     ``batches`` holds for each batch the calls of each parameter, in their order, and ``routes`` the
-    functions in which a parameter meets the data. ``proofs`` says of each measured parameter how its
-    norms were proven, ``left_out`` of each other one why it has none; a parameter that is
-    ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers of
-    elements, and the squared norms of the samples' gradients, added up over the few samples.
-    ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training mode,
-    ``has_documents``: and for packed documents.
+    functions in which a parameter meets the data. ``proofs`` says of each measured parameter how
+    its norms were proven, ``left_out`` of each other one why it has none; a parameter that is
+    ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
+    of elements, and the squared norms of the samples' gradients, added up over the few samples.
+    ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
+    mode, ``has_documents``: and for packed documents.
     """
 
     model: str

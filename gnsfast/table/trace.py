@@ -44,9 +44,8 @@ class Call(NamedTuple):
     ``arguments`` and ``results`` are the shapes of its tensors, None for parameters and for other
     values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
     parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
-    ``each``: an index has chosen its rows from so many rows of each sample, zero if from which is not
-    known; None if no index did.
-    ``has_grad``: it was called in grad mode.
+    ``each``: an index has chosen its rows from so many rows of each sample, zero if from which is
+    not known; None if no index did. ``has_grad``: it was called in grad mode.
     """
 
     name: str
@@ -175,7 +174,8 @@ def _row(call: Call, other: Call | None, traces: Traces) -> Row:
 
 
 def _as_its_likes(row: Row, other: Call | None, rows: list[tuple[Row, Call | None]]) -> Row:
-    """A call that one pass alone had, as a loop over samples has, is like all others of its name."""
+    """A call that one pass alone had, as a loop over samples has, is like all others of its
+    name."""
     likes = {like for like, its in rows if its is not None and like.name == row.name}
     return likes.pop() if other is None and len(likes) == 1 else row
 
@@ -187,11 +187,12 @@ def _with_chosen(row: Row, chosen: dict[str, frozenset[int]]) -> Row:
 
 def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], bool]) -> Traces:
     """The traces of ``run(n)`` and ``run(m)``, which run the model with so many samples, in two
-    passes. A first guess of what is made of parameters alone is checked by the second pass: where it
-    was wrong, both run again. ``agree`` says whether all processes that run the passes together hold
-    something true.
+    passes. A first guess of what is made of parameters alone is checked by the second pass: where
+    it was wrong, both run again. ``agree`` says whether all processes that run the passes together
+    hold something true.
     """
-    sizes, traces, results, is_half = (n, m), [Trace(), Trace()], [[], []], False
+    sizes, traces, is_half = (n, m), [Trace(), Trace()], False
+    results: list[list[torch.Size]] = [[], []]
     before: list[Any] = [None, None]
     for number in range(MOST_PASSES):
         i = number % 2
@@ -220,8 +221,8 @@ def _shape(t: Tensor, samples: int) -> torch.Size:
 
 
 class Recorder(TorchFunctionMode):
-    """A pass with ``n`` samples in which each call that takes a parameter is written down. ``other``
-    is the trace of a pass with ``m`` samples, if there was one.
+    """A pass with ``n`` samples in which each call that takes a parameter is written down.
+    ``other`` is the trace of a pass with ``m`` samples, if there was one.
     """
 
     def __init__(self, n: int, other: Trace, m: int) -> None:
