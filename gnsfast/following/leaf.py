@@ -141,13 +141,13 @@ class Leaf:
         self.is_shared = False  # by several modules
         self.known_uses, self.is_known_joined = 1, False
         self.routes: tuple[str, ...] = ()
-        self.learn([()])
-        self.is_learned = False
+        self.learn([])
         self.open()
 
     def learn(self, batches: Sequence[Sequence[Row]], routes: tuple[str, ...] = ()) -> None:
         """Take over what the table says of it."""
-        self.batches, self.routes, self.is_learned = [*map(tuple, batches)], routes, True
+        self.batches, self.routes = [*map(tuple, batches)], routes
+        self.is_learned = bool(self.batches)
         self.recent.clear()
         self.by_name: dict[str, Row] = {}
         self.is_ordered = False
