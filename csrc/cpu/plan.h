@@ -115,6 +115,7 @@ struct Work {
   bool parts = false;           // whether a sample has several
   int threads = 1;
   Grid grid = {};
+  bool left_packed = true, right_packed = true;
   std::vector<float> bias_root = {};   // with zeros up to a whole panel
   int kinds = 1;                       // of Found: the first one, the first three, or all
   std::vector<double> all_found = {};  // [blocks, kinds, B + 1]
@@ -266,6 +267,8 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
   const bool dw_cached = work.samples == 1 && (work.tokens < few || call.weight.v);
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
+  work.left_packed = !direct(call, call.left) || work.grid.widest > 16;
+  work.right_packed = !direct(call, call.right) || work.grid.tallest > 40;
   if (call.db || closed) work.kinds = kRight + 1;
   if (call.weight.v) work.kinds = kFound;
   work.all_found.assign(int64_t{work.grid.blocks()} * work.kinds * (call.B + 1), 0.0);

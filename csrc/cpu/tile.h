@@ -135,8 +135,9 @@ inline Memory memory_of(const Work& work, char* memory) {
   const int64_t tall = int64_t{work.grid.tallest} * kRows;
   const int64_t wide = int64_t{work.grid.widest} * kColumns;
   Memory m{};
-  cut.take(m.left_panels, tall * work.tokens);
-  cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
+  const int64_t group = work.right_packed ? std::min<int64_t>(kGroup, wide) : kColumns;
+  cut.take(m.left_panels, work.left_packed ? tall * work.tokens : 0);
+  cut.take(m.right_panels, group * work.tokens);
   cut.take(m.parts, work.parts ? tall * wide : 0);
   cut.take(m.roots, work.call.weight.v ? tall * wide : 0);
   cut.take(m.panel, kColumns * (work.tokens + 1));
@@ -160,8 +161,6 @@ void walk(Work& work, int index, char* memory) {
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
 
   const int64_t tall = block.bottom - block.top, wide = block.right - block.left;
-  const bool left_packed = !direct(call, left) || wide > 16 * kColumns;
-  const bool right_packed = !direct(call, right) || tall > 40 * kRows;
   // A group fills the first-level cache, which few tiles would not refill with what they take.
   const int64_t group = tall > 4 * kRows ? kGroup : kColumns;
 
@@ -173,15 +172,15 @@ void walk(Work& work, int index, char* memory) {
     const int packed_rows = times(chunk.tokens, Packed::kTokens);
     add_side(left_data, left, chunk, left_sums, at.panel);
     add_side(right_data, right, chunk, right_sums, at.panel);
-    if (left_packed) {
+    if (work.left_packed) {
       pack_panels<Packed, kRows, false>(left_data, left, chunk.tokens, tall, at.left_panels);
     }
     Squares found;
     for (int64_t across = 0; across < wide; across += kColumns) {
       const int columns = count(wide, across, kColumns);
       const Element* const from = right_data + across * right.stride_n;
-      const bool pack_this = right_packed || columns < kColumns;
-      const int64_t in_group = right_packed ? across % group : 0;
+      const bool pack_this = work.right_packed || columns < kColumns;
+      const int64_t in_group = work.right_packed ? across % group : 0;
       if (pack_this && !in_group) {
         pack_panels<Packed, kColumns, true>(from, right, chunk.tokens,
                                             std::min(group, wide - across), at.right_panels);
@@ -189,7 +188,7 @@ void walk(Work& work, int index, char* memory) {
       const bool whole = columns == kColumns && call.column_step == 1;
       for (int64_t down = 0, next; down < tall; down = next) {
         int rows = count(tall, down, kRows);
-        if (!left_packed && rows < tall - down && 2 * (tall - down) < 3 * kRows) {
+        if (!work.left_packed && rows < tall - down && 2 * (tall - down) < 3 * kRows) {
           rows = times(tall - down, 2);  // a tile of few rows takes as long as one of more
         }
         next = down + rows;
@@ -208,7 +207,7 @@ void walk(Work& work, int index, char* memory) {
         tile.columns = columns;
         tile.part = at.parts + beside;
         tile.prefetch = call.left.N * call.right.N > kCachedDw;
-        if (!left_packed) {
+        if (!work.left_packed) {
           tile.left = reinterpret_cast<const float*>(left_data + down);
           tile.left_step = left.stride_t;
         }

@@ -316,17 +316,22 @@ BUGS = {
         "if ((next - part.token) % kFewTokens) continue;",
     ),
     "a sample of a norm has one part only": (
-        "if (work.parts > 1 && (index + 1) % work.parts) continue;",
+        "if ((index + 1) % work.parts) continue;",
         "",
     ),
     "a layer norm does not subtract the mean of dx": (
-        "if constexpr (kCentered) constant[r] = broadcast(sums[kR + r] / float(F));",
-        "",
+        "rows[r].constant = sums[kR + r] * share;",
+        "rows[r].constant = 0;",
     ),
-    "the first numbers of a wide row are added again": (
-        "for (Vector& sum : few) sum = Vector{};",
-        "",
+    "only the last numbers of a wide row are added": (
+        "total[s] += sum_of(few[s]);",
+        "total[s] = sum_of(few[s]);",
     ),
+    "a norm's last rows take the means of others": (
+        "find_means<1, kCentered>(rows + r, gain",
+        "find_means<1, kCentered>(rows, gain",
+    ),
+    "a norm's sample begins with the one before": ("(begun ? own[k] : 0.0)", "own[k]"),
     "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
     "bfloat16 is cut off, not rounded": (
         "uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
