@@ -16,7 +16,8 @@ constexpr int kTokens = 256;          // of a chunk: more would lose digits, as 
 constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
 constexpr int kShortDirect = 200;     // the same where smaller blocks need no more packing
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
-constexpr int64_t kCachedDw = 1 << 20;  // numbers of dW that need no prefetching
+constexpr int kFewAcross = 16, kFewDown = 40;  // tiles that read left, right, faster than it is packed
+constexpr int64_t kCachedDw = 1 << 20;         // numbers of dW that need no prefetching
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
 constexpr int kSquares = 8;           // sums of float64 for a sample: the lanes of a register
@@ -267,8 +268,8 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
   const bool dw_cached = work.samples == 1 && (work.tokens < few || call.weight.v);
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
-  work.left_packed = !direct(call, call.left) || work.grid.widest > 16;
-  work.right_packed = !direct(call, call.right) || work.grid.tallest > 40;
+  work.left_packed = !direct(call, call.left) || work.grid.widest > kFewAcross;
+  work.right_packed = !direct(call, call.right) || work.grid.tallest > kFewDown;
   if (call.db || closed) work.kinds = kRight + 1;
   if (call.weight.v) work.kinds = kFound;
   work.all_found.assign(int64_t{work.grid.blocks()} * work.kinds * (call.B + 1), 0.0);

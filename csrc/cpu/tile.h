@@ -149,7 +149,7 @@ inline Memory memory_of(const Work& work, char* memory) {
 
 inline size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes; }
 
-// All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
+// All chunks of a block of tiles. What a chunk takes of left, and a group of right panels, stay in the
 // second-level cache, a right panel in the first-level one.
 template <class Packed, class Element>
 void walk(Work& work, int index, char* memory) {
@@ -195,17 +195,9 @@ void walk(Work& work, int index, char* memory) {
         const int64_t beside = across * work.grid.tallest * kRows + down * kColumns;
         const int64_t first = (block.top + down) * call.row_step +
                               (block.left + across) * call.column_step;
-        Tile tile{};
-        tile.left = at.left_panels + down * packed_rows;
-        tile.right = at.right_panels + in_group * packed_rows;
-        tile.rows = packed_rows;
-        tile.left_step = rows;
-        tile.right_step = kColumns;
-        tile.dw = call.dw + first;
-        tile.row_step = call.row_step;
-        tile.column_step = call.column_step;
-        tile.columns = columns;
-        tile.part = at.parts + beside;
+        Tile tile{at.left_panels + down * packed_rows, at.right_panels + in_group * packed_rows,
+                  packed_rows, rows, kColumns, call.dw + first, call.row_step, call.column_step,
+                  columns, at.parts + beside};
         tile.prefetch = call.left.N * call.right.N > kCachedDw;
         if (!work.left_packed) {
           tile.left = reinterpret_cast<const float*>(left_data + down);

@@ -242,7 +242,7 @@ def takes_gram(kernel: str, B: int, T: int, M: int, N: int) -> bool:
 TILE = {
     "amx": (50, 50, 32),
     "avx512_bf16": (2.2, 7, 32),
-    "avx512": (2.4, 5, 32),
+    "avx512": (2, 5, 32),
     "avx2": (1.5, 3, 16),
 }
 """What an element of a small dW and of a large one costs in each sample, and a tile's columns."""
