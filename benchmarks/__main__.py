@@ -4,7 +4,8 @@ record it; ``batch-size``: runs of a growing batch beside fixed ones, and critic
 branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
 ``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
 those of noise scales hold the truth; ``present``: whether they do at the weights of a training run;
-``updates``: what whole updates of small models cost; ``broken-samples``: whether samples with large
+``updates``: what whole updates of small models cost; ``host``: what a
+layer costs in Python; ``broken-samples``: whether samples with large
 gradients are the broken ones; ``clusters``: what those of samples cost.
 """
 
@@ -15,8 +16,8 @@ import torch
 
 from benchmarks import compare, readme, record
 from benchmarks.budgets import parts as budgets
+from benchmarks.cpu import host, updates
 from benchmarks.cpu import parts as cpu
-from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
 from benchmarks.model import tables as model
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "broken-samples": (Study(broken_samples), "are the largest gradients theirs; a minute"),
     "clusters": (Study(clusters), "of samples: what they cost; a minute"),
     "updates": (updates, "of small models; two minutes"),
+    "host": (host, "what a layer costs in Python; a minute"),
     "families": (sweep, "what of transformers is right"),
     "model": (model, "what norms cost on a GPU, counted"),
     "budgets": (budgets, "committed counts that may not grow"),

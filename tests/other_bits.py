@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pytest -p other_bits``: this processor stands for another one, whose torch adds in another order
-than gnsfast's kernels. Gradients of float32 differ in their last bits from those that they have
-here, always in the same way. A test that fails takes them for torch's own.
+"""``pytest -p other_bits``: this processor stands for another one, whose library adds in another
+order than gnsfast's kernels. Gradients of float32 differ in their last bits from those that they
+have here, always in the same way. A test that fails takes them for torch's own.
 """
 
 from collections.abc import Callable
