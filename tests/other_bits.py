@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pytest -p other_bits``: this processor stands for another one, whose library adds in another
-order than gnsfast's kernels. Gradients of float32 differ in their last bits from those that they
-have here, always in the same way. A test that fails takes them for torch's own.
+order than gnsfast's kernels. Every other element of a gradient in float32 is larger by 2^-21 than
+here, the others smaller. A test that fails takes a gradient for torch's own to the last bit.
 """
 
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from gnsfast import reference
 from gnsfast.ops import cpu
@@ -27,7 +29,11 @@ def moved(module: ModuleType, name: str, gradients: int) -> Callable[[Any], Any]
     def operator(a: Any) -> Any:
         results = exact(a)
         for gradient in results[:gradients]:
-            gradient.mul_(1 + 2.0**-20)  # which no half precision holds
+            if gradient.dtype == torch.float32:
+                flat = gradient.detach().reshape(-1)
+                flat[::2] *= 1 + 2.0**-21
+                flat[1::2] *= 1 - 2.0**-21
+                gradient.copy_(flat.view_as(gradient))
         return results
 
     return operator
