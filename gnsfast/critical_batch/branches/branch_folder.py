@@ -99,9 +99,9 @@ class BranchFolder:
     def write_result(self, record: Mapping[str, Any]) -> None:
         """Write the result, and delete what kills have left of the branches and the checkpoint."""
         self._replace(RESULT, record)
-        for left in (*self.path.glob(f"{CHECKPOINT}.*"), *self._left("branch-*x")):
-            if not left.name.startswith("branch-") or self.branch(_k(left)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
+        _delete(self.path.glob(f"{CHECKPOINT}.*{PARTIAL}"))
+        left = (*self.path.glob("branch-*x-at-*"), *self.path.glob(f"branch-*x.*{PARTIAL}"))
+        _delete(path for path in left if self.branch(_k(path)) is not None)
 
     def branch(self, k: float) -> Branch | None:
         """The branch of k; None before any process has finished it."""
@@ -120,8 +120,8 @@ class BranchFolder:
             write(partial / STEPS, *steps)
             write(partial / BRANCH, branch.record())
 
-        commit(own := self._branch(branch.k), lambda partial: first(lambda: fill(partial)))
-        first(lambda: [shutil.rmtree(p, ignore_errors=True) for p in self._left(own.name)])
+        commit(self._branch(branch.k), lambda partial: first(lambda: fill(partial)))
+        first(lambda: _delete(self._saves(branch.k)))
         finished = first(lambda: self.branch(branch.k))
         assert finished is not None
         return finished
@@ -146,15 +146,11 @@ class BranchFolder:
 
         own = self._branch(k)
         commit(own.with_name(f"{own.name}-at-{(now := steps[-1]['tokens'])}"), fill)
-        first(lambda: [shutil.rmtree(p) for p in self._saves(k) if _at(p) < now])
+        first(lambda: _delete(p for p in self._saves(k) if _at(p) < now))
 
     def _saves(self, k: float) -> list[Path]:
         saves = self.path.glob(f"{self._branch(k).name}-at-*")
         return [path for path in saves if path.name.rpartition("-")[2].isdigit()]
-
-    def _left(self, branch: str) -> list[Path]:
-        """The saves of a branch, and what kills have left beside it."""
-        return [*self.path.glob(f"{branch}-at-*"), *self.path.glob(f"{branch}.*{PARTIAL}")]
 
     def _branch(self, k: float) -> Path:
         return self.path / f"branch-{multiple(k)}"
@@ -193,9 +189,15 @@ def _renamed(partial: Path, to: Path) -> bool:
     except OSError:  # no folder is renamed onto one that holds files
         if not to.is_dir():
             raise
-        shutil.rmtree(partial)
+        _delete([partial])
         return False
     return True
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    """Another process may be deleting them too."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

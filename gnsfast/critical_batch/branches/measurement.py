@@ -183,7 +183,7 @@ class CriticalBatch:
         if uneven := self._matching.uneven:
             found.append(
                 f"k = {uneven[0]:g} does not match, but the larger k = {self._matching.largest:g} "
-                "does: average measurements on other data (measure_repeatedly, --repeats)"
+                "does: average measurements on other data (repeats=3, --repeats 3)"
             )
         return tuple(found)
 
@@ -302,7 +302,7 @@ class CriticalBatch:
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
                 "the noise of the losses is unknown: average measurements on other data "
-                "(measure_repeatedly, --repeats)"
+                "(repeats=3, --repeats 3)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         for metric in METRICS:
