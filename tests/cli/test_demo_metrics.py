@@ -18,8 +18,8 @@ from gnsfast.cli.records import read_runs
 
 
 def first(**options: Any) -> run.Progress:
-    """After ten steps of two samples."""
-    return next(run.Demo(run.Options(steps=20, samples=2, **options)).train())
+    """After ten steps of four samples."""
+    return next(run.Demo(run.Options(steps=20, samples=4, **options)).train())
 
 
 @pytest.mark.second

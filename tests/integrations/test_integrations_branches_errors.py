@@ -227,5 +227,5 @@ def test_callback_under_adams_metric(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model=Model(0.0), callbacks=[callback], logging_steps=18)
     trained(trainer)
     adam = callback.compute().adam
-    assert adam is not None and adam.updates == 15  # the first has no v, two have one sample
+    assert adam is not None and adam.updates == 15  # the first has no v, two have one pass
     assert trainer.state.log_history[0].get("gns/adam", float("inf")) == adam.noise_scale
