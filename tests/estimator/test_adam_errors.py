@@ -123,6 +123,10 @@ def test_a_single_pass() -> None:
     model = make()
     gns = measured(model, warm(model))
     passes(model, gns)
+    gns.update()
+    assert gns.compute().adam.updates == 0
+    model.zero_grad()
+    passes(model, gns)
     with pytest.raises(gnsfast.ObservationError, match="metric='adam' compares .* 1 pass on 1 pro"):
         gns.update()
 
