@@ -100,11 +100,11 @@ def test_a_moved_checkpoint_and_a_lost_file(tmp_path: Path) -> None:
 def test_noise_from_micro_batches(tmp_path: Path) -> None:
     """Of Trainer's accumulation and of Lightning's, by the callbacks' own argument."""
     model = Model(0.0)
-    callback = GNSCallback(metric="sign", noise_from="micro_batches")
+    callback = GNSCallback(metric="sign")
     trained(trainer_of(tmp_path, model=model, callbacks=[callback]))
     found = callback.compute().sign
     assert found.noise_from == "micro_batches" and found.left_out == () and found.updates > 5
-    monitor = GNSMonitor(metric="sign", noise_from="micro_batches")
+    monitor = GNSMonitor(metric="sign")
     fit(monitor, tmp_path, Tiny())
     assert monitor.compute().sign.noise_from == "micro_batches"
 
