@@ -153,9 +153,8 @@ class GradientSlab(ProbeSlab):
 
 def scalars_of_pass(each: Pass, s: Settings, device: torch.device) -> Tensor:
     """The scalars of the weights of a pass's samples, float64 [SCALARS]."""
-    return loss_factors.block_scalars(
-        *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-        *(s.loss_reduction, s.local, device),
+    return loss_factors.microbatch_scalars(
+        each.num_samples, each.tokens, each.scale, s.loss_reduction, s.local, device
     )
 
 

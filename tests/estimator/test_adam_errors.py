@@ -44,11 +44,6 @@ def test_settings() -> None:
             gnsfast.GradientNoiseScale(model, **options)
     with pytest.raises(ValueError, match="metric='adam' needs the gradient of the whole update"):
         measured(model, optimizer, source="local")
-    with pytest.raises(NotImplementedError, match="metric.* together with pipeline stages"):
-        measured(model, optimizer, stages=object())
-    with pytest.raises(NotImplementedError, match="metric.* together with pipeline stages"):
-        with measured(model, optimizer).microbatch(N, schedule=object()):
-            pass
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RAdam, torch.optim.Adagrad])

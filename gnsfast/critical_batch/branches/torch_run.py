@@ -322,7 +322,7 @@ def _data_parallel(model: nn.Module) -> int:
     Raises:
         ValueError: where they train a model each, because it is not wrapped.
     """
-    processes = find_processes(model, None, None).data
+    processes = find_processes(model, None).data
     wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if processes > 1 and not wrapped and not fsdp_degrees(model):
         raise ValueError(
