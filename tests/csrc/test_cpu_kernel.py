@@ -319,7 +319,10 @@ BUGS = {
         "find_means<1, kCentered>(rows + r, gain",
         "find_means<1, kCentered>(rows, gain",
     ),
-    "a norm's sample begins with the one before": ("(begun ? own[k] : 0.0)", "own[k]"),
+    "a norm's sample begins with the one before": (
+        "(begun ? own[k] : 0.0)",
+        "own[k] * (begun ? 1 : 0.5)",
+    ),
     "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
     "bfloat16 is cut off, not rounded": (
         "uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
