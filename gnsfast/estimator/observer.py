@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gnsfast.estimator.sample_clusters import ClusterMeasure
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
-from gnsfast.following import Followed, unwrapped
+from gnsfast.following import EXCLUDED, Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
@@ -40,6 +41,7 @@ from gnsfast.probing import (
     ProbeSlab,
     checks,
 )
+from gnsfast.table import Table
 from gnsfast.tensors import is_dtensor
 
 SIDES: tuple[type[Side], ...] = (
@@ -144,9 +146,9 @@ class Observer:
         self._bind()
 
     def agree(self) -> bool:
-        """Leave out what any process leaves out, before the first update ends: all processes must
-        call this. If they have measured different parameters in it, they forget it, and this is
-        false.
+        """Whether all processes measure the same parameters, which they must ask together before
+        the first update ends. If not, they forget it and join their tables, so that all measure
+        what one of them has proven and none disproved: another observer is to begin with these.
         """
         if self._has_agreed or not self._passes:
             return True
@@ -155,7 +157,8 @@ class Observer:
         shapes = {leaf.name: tuple(leaf.parameter.shape) for leaf in leaves}
         lost = [] if s.by_gradients else [leaf for leaf in leaves if leaf.left_out]
         here = {leaf.name: leaf.left_out for leaf in lost}
-        found = gathered((shapes, here, s.clusters), s.group)
+        table = self.slab.followed.table
+        found = gathered((shapes, here, table, s.clusters), s.group)
         if any(other != shapes for other, *_ in found):
             raise ObservationError(
                 "The processes train different parameters, as the stages of a pipeline do. With "
@@ -167,19 +170,24 @@ class Observer:
                 "Some processes gave gns.microbatch(clusters=...) and others did not: give it on "
                 "each of them."
             )
-        own = {name: why for _, other, _ in found for name, why in other.items()}
-        if all(other.keys() == own.keys() for _, other, _ in found):
+        everywhere = {name: why for _, other, *_ in found for name, why in other.items()}
+        if all(other.keys() == everywhere.keys() for _, other, *_ in found):
             return True
         if self.is_settled:
             raise ObservationError(
-                f"Other processes cannot measure {', '.join(own.keys() - here.keys())} of which "
-                "there are updates. Call gns.reset()."
+                f"Other processes cannot measure {', '.join(everywhere.keys() - here.keys())} of "
+                "which there are updates. Call gns.reset()."
             )
+        if tables := [own for *_, own, _ in found if own is not None]:
+            joined_table = reduce(Table.__or__, tables)
+            unproven = everywhere.keys() - joined_table.proofs.keys()
+            unproven |= {leaf.name for leaf in leaves if leaf.is_opaque}
+            unproven |= {name for name, why in everywhere.items() if why == EXCLUDED}
+            everywhere = {name: why for name, why in everywhere.items() if name in unproven}
+            joined_table.tell(self.slab.followed)
         for leaf in leaves:
-            leaf.left_out = leaf.left_out or own.get(leaf.name, "")
-        self._drop()
-        self._leave_out([*own.keys() - here.keys()])
-        self.prints.forget()
+            leaf.left_out = everywhere.get(leaf.name, "")
+        self.discard()
         return False
 
     @property

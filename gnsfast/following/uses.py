@@ -340,7 +340,8 @@ def _begun(
         if not compiling():
             leaf.uncount()  # the next kind of function looks for the same row
         return None
-    lengths, rows = frozenset[tuple[int, int]](), 0
+    lengths: frozenset[tuple[int, int]] = frozenset()  # dynamo cannot call a generic alias
+    rows = 0
     if isinstance(layout, Layout) and leaf.starts is None and not compiling():
         if layout.several:
             rows = x.shape[layout.dim] // max(leaf.samples, 1)
