@@ -49,11 +49,13 @@ class Branch:
         k: its batch size divided by that of the run.
         batch_size: its batch size in samples.
         lr_factor: the factor by which it multiplies every learning rate of the run.
-        loss: L_k, infinite where the branch diverged.
+        loss: L_k, infinite where a loss was not finite.
         loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
         steps, tokens: what this branch has trained. The last step may go beyond Δ.
-        state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again.
+        state: ``"finished"``, ``"diverged"`` (a loss that is not finite, or above that of its
+            start), or ``"failed"``, which the next call trains again.
         reason: why the branch failed.
+        start: the loss before the first step.
     """
 
     k: float
@@ -65,6 +67,12 @@ class Branch:
     tokens: int
     state: str = "finished"
     reason: str = ""
+    start: float = math.nan
+
+    @property
+    def matched(self) -> float:
+        """The loss that the rule compares: infinite where the branch diverged."""
+        return math.inf if self.state == "diverged" else self.loss
 
     def record(self) -> dict[str, Any]:
         """A JSON object; an infinite ``loss`` and an unknown ``loss_std`` are null."""
@@ -73,7 +81,8 @@ class Branch:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> "Branch":
         loss = math.inf if record["loss"] is None else record["loss"]
-        return Branch(**{**record, "loss": loss, "loss_std": null_to_nan(record["loss_std"])})
+        rest = {name: null_to_nan(record[name]) for name in ("loss_std", "start")}
+        return Branch(**{**record, "loss": loss, **rest})
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ class CriticalBatch:
 
     @property
     def _matching(self) -> Matching:
-        return matching({b.k: b.loss for b in self.branches}, self.tolerance)
+        return matching({b.k: b.matched for b in self.branches}, self.tolerance)
 
     @property
     def lower(self) -> float:
@@ -174,7 +183,7 @@ class CriticalBatch:
         if uneven := self._matching.uneven:
             found.append(
                 f"k = {uneven[0]:g} does not match, but the larger k = {self._matching.largest:g} "
-                "does: average measurements on other data (measure_repeatedly, --repeats)"
+                "does: average measurements on other data (repeats=3, --repeats 3)"
             )
         return tuple(found)
 
@@ -267,7 +276,7 @@ class CriticalBatch:
             cells = (f"{x:.4f}" if math.isfinite(x) else "-" for x in (b.loss, b.loss_std, above))
             size = (f"{b.k:g}", f"{b.batch_size:,}", f"{b.lr_factor:.3g}", f"{b.steps:,}")
             rows.append([*size, *cells, verdict])
-            least = min(least, b.loss)
+            least = min(least, b.matched)
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(r[:-1], widths)) + f"  {r[-1]}" for r in rows]
         return "\n".join([*(line.rstrip() for line in lines), self.summary()])
@@ -293,7 +302,7 @@ class CriticalBatch:
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
                 "the noise of the losses is unknown: average measurements on other data "
-                "(measure_repeatedly, --repeats)"
+                "(repeats=3, --repeats 3)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         for metric in METRICS:
@@ -455,8 +464,11 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
 
 
 def _mean(branches: Sequence[Branch]) -> Branch:
-    losses = [b.loss for b in branches]
-    if not all(map(math.isfinite, losses)):
-        return replace(branches[0], loss=math.inf, loss_std=math.nan, state="diverged")
+    losses, rest = (
+        [b.loss for b in branches],
+        {"start": statistics.fmean(b.start for b in branches)},
+    )
+    if worse := [b for b in branches if b.state == "diverged"]:
+        return replace(worse[0], loss=max(losses), loss_std=math.nan, **rest)
     error = statistics.stdev(losses) / math.sqrt(len(losses))
-    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error)
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error, **rest)
