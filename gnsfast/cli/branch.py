@@ -165,7 +165,7 @@ class Options:
     def plan(self) -> branches.Plan:
         rule = self.tolerance, self.alpha, self.lr, self.loss
         how = self.save_every, self.noise_scale, self.factor, self.repeats
-        return branches.Plan(self.k, self.tokens, *rule, *how)
+        return branches.Plan(self.tokens, self.k, *rule, *how)
 
     def make_run(self) -> Target:
         where = None if self.checkpoint is None else self.checkpoint.absolute()

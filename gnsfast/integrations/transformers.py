@@ -144,7 +144,7 @@ class GNSCallback(Measuring, TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.ids is not None:
             trainer = calling_frame()["self"]
-            # ``TrainerRun`` trains without callbacks, whose batches must not hold the column.
+            # Without the callback nothing takes the column out of the batches.
             keep_column(trainer, self.ids, lambda: self in trainer.callback_handler.callbacks)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -63,7 +63,7 @@ def test_megatron_learning_rates(pairs: list[tuple[int, int]]) -> None:
 
     schedule, sizes = scheduled(pairs, 3 * pairs[-1][0])
     plain = Rates.get_lr
-    exec(exports.megatron_lines(schedule), {})
+    exec(exports.lines("megatron", schedule), {})
     try:
         group: dict[str, Any] = {"max_lr": 1.0, "min_lr": 0.1}
         total = int(schedule.total_tokens) // LENGTH

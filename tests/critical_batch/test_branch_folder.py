@@ -178,7 +178,7 @@ def test_the_result_of_a_folder(tmp_path: Path) -> None:
     """Branches that have not finished are named."""
     with pytest.raises(ValueError, match="holds no branch measurement"):
         critical_batch_in(tmp_path)
-    plan = Plan((1, 2, 0.5), 960)
+    plan = Plan(960, (1, 2, 0.5))
     for k, ready in ((2.0, False), (1.0, True), (0.5, True)):
         assert train_branch(MeasuredRun(), k, tmp_path, plan).k == k
         if not ready:

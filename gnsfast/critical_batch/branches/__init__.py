@@ -10,7 +10,7 @@ from gnsfast.critical_batch.branches.branch_rule import has_diverged as has_dive
 from gnsfast.critical_batch.branches.branch_rule import matching as matching
 from gnsfast.critical_batch.branches.branch_rule import smoothed as smoothed
 from gnsfast.critical_batch.branches.branch_rule import smoothed_std as smoothed_std
-from gnsfast.critical_batch.branches.branches import Plan as Plan
+from gnsfast.critical_batch.branches.branch_training import Plan as Plan
 from gnsfast.critical_batch.branches.branches import critical_batch_in as critical_batch_in
 from gnsfast.critical_batch.branches.branches import (
     measure_critical_batch as measure_critical_batch,

@@ -138,20 +138,17 @@ class CriticalBatch:
         return matching({b.k: b.matched for b in self.branches}, self.tolerance)
 
     @property
-    def lower(self) -> float:
-        return self._matching.lower * self.batch_size
+    def interval(self) -> Interval:
+        """``value`` from ``lower`` to ``upper``."""
+        bounds = self._matching
+        lower, upper = bounds.lower * self.batch_size, bounds.upper * self.batch_size
+        both = lower > 0 and math.isfinite(upper)
+        return Interval(math.sqrt(lower * upper) if both else math.nan, lower, upper)
 
-    @property
-    def upper(self) -> float:
-        return self._matching.upper * self.batch_size
-
-    @property
-    def resolved(self) -> bool:
-        return self.lower > 0 and math.isfinite(self.upper)
-
-    @property
-    def value(self) -> float:
-        return math.sqrt(self.lower * self.upper) if self.resolved else math.nan
+    lower = property(lambda self: self.interval.lower)
+    upper = property(lambda self: self.interval.upper)
+    value = property(lambda self: self.interval.value)
+    resolved = property(lambda self: self.interval.resolved)
 
     def _scale(self, metric: str) -> Estimate | None:
         scale: Estimate | None = vars(self)["noise_scale" if metric == "euclidean" else metric]
@@ -204,7 +201,7 @@ class CriticalBatch:
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
-        return Interval(self.value, self.lower, self.upper).over(scale.interval)
+        return self.interval.over(scale.interval)
 
     def factor(
         self, metric: str = "euclidean", *, despite_doubts: bool = False
@@ -223,7 +220,7 @@ class CriticalBatch:
             "kind": KIND,
             "format": FORMAT,
             **{name: getattr(self, name) for name in SETTINGS},
-            **{name: finite_or_none(getattr(self, name)) for name in ("lower", "upper", "value")},
+            **self.interval.record(),
             "resolved": self.resolved,
             "noisy": list(self.noisy),
             "doubts": list(self.doubts),
@@ -288,7 +285,7 @@ class CriticalBatch:
             note = "about " + (f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}")
         elif self.lower > 0:
             note = "for an upper bound, measure a larger k too"
-        ends = Interval(self.value, self.lower, self.upper).ends("{:,.0f}".format)
+        ends = self.interval.ends("{:,.0f}".format)
         size = f"{ends} samples ({note})"
         if not ends:
             size = "unknown, because a single branch has nothing to be compared with"
@@ -389,23 +386,15 @@ def _records(scales: Mapping[str, Any]) -> dict[str, Any]:
     return records
 
 
-def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``CriticalBatch`` that such objects hold, in which null stands for infinity.
-    Older records lack some of them.
-    """
-    scales: dict[str, Any] = dict.fromkeys(SCALES)
-    for name, kind in SCALES.items():
-        if found := record.get(name):
-            numbers = (found[f.name] for f in fields(kind))
-            scales[name] = kind(*(math.inf if x is None else x for x in numbers))
-    return scales
-
-
 def known_at_checkpoint(record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``CriticalBatch`` that are known before a branch is trained, from a record with
     the settings and what was measured at the checkpoint, if anything was.
     """
-    own = {name: record[name] for name in SETTINGS} | noise_scales_from_record(record)
+    own: dict[str, Any] = {name: record[name] for name in SETTINGS}
+    for name, kind in SCALES.items():
+        if numbers := record.get(name):  # in which null is infinity
+            each = (numbers[f.name] for f in fields(kind))
+            own[name] = kind(*(math.inf if x is None else x for x in each))
     own["noise_scale_reason"] = record.get("noise_scale_reason", "")
     return own | {"run": RunIdentity.from_record(record.get("run"))}
 
