@@ -15,7 +15,7 @@ TEXT = """# Rules and laws
 ## How hyperparameters follow a batch that grows by k
 
 η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`,
-`TorchRun`, `TrainerRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
+`TorchRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
 `BatchSizeCallback`s take the names of the rules. In your own loop, call `Rules(lr=..., betas=...,
 weight_decay=...).apply(optimizer, k)`. Each parameter group changes from its own values. Growing
 by 2 and then by 3 equals growing by 6.

@@ -156,6 +156,39 @@ def test_levanter(thresholds: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
         assert rate(n) == pytest.approx(3e-3 * decay(n / schedule.steps) * factor)
 
 
+NANOGPT = Path(__file__).parents[2] / "docs" / "how-to" / "nanogpt.md"
+LOOP = """
+while True:
+{lines}
+    rates.append(lr)
+    sizes.append(gradient_accumulation_steps * batch_size * ddp_world_size)
+    iter_num += 1
+    if iter_num > max_iters:
+        break
+"""
+
+
+def test_the_lines_for_nanogpt() -> None:
+    """Those of the page, in a copy of nanoGPT's loop: the schedule's steps, a decay in tokens."""
+    [diff] = re.findall(r"## A batch that grows.*?```diff\n(.*?)```", NANOGPT.read_text(), re.S)
+    settings, loop = diff.split(" ...\n")
+    settings, loop = ("\n".join(re.findall(r"(?m)^\+(.*)", each)) for each in (settings, loop))
+    schedule = BatchSizeSchedule.parse("0:480 5B:960", total_tokens=10e9, tokens_per_sample=1024)
+    scope: dict[str, Any] = {"iter_num": 0, "batch_size": 12, "ddp_world_size": 8}
+    scope |= {"decay_lr": True, "rates": [], "sizes": []}
+    scope["get_lr"] = lambda it: 6e-4 * decay(it / scope["lr_decay_iters"])
+    exec(settings + LOOP.format(lines=loop), scope)
+    steps = [
+        (s.tokens + n * s.batch_size * 1024, s) for s in schedule.stages for n in range(s.steps)
+    ]
+    assert scope["sizes"] == [stage.batch_size for _, stage in steps]
+    assert scope["lr_decay_iters"] == exports.first_steps(schedule)
+    total = exports.first_steps(schedule) * 480 * 1024
+    assert scope["rates"] == pytest.approx(
+        [6e-4 * decay(t / total) * math.sqrt(s.batch_size / 480) for t, s in steps]
+    )
+
+
 @pytest.mark.parametrize("tool", ["huggingface", "lightning"])
 def test_callbacks(tool: str) -> None:
     pytest.importorskip({"huggingface": "transformers"}.get(tool, tool))

@@ -6,7 +6,6 @@ from gnsfast.critical_batch.branches.branch_folder import multiple as multiple
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun as BranchRun
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep as BranchStep
 from gnsfast.critical_batch.branches.branch_rule import check_grid as check_grid
-from gnsfast.critical_batch.branches.branch_rule import has_diverged as has_diverged
 from gnsfast.critical_batch.branches.branch_rule import matching as matching
 from gnsfast.critical_batch.branches.branch_rule import smoothed as smoothed
 from gnsfast.critical_batch.branches.branch_rule import smoothed_std as smoothed_std

@@ -104,8 +104,8 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     The critical batch size lies between ``lower`` and ``upper`` times the base batch size.
 
     Args:
-        losses: L_k by k, NaN or infinite where a branch diverged, whatever its loss was. A
-            diverged branch with k > 1 matches nothing.
+        losses: L_k by k, NaN or infinite where a loss was not finite. Such a branch with k > 1
+            matches nothing.
         tolerance: ε, in the units of the loss.
 
     Raises:
@@ -141,19 +141,6 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
         upper=next((k for k in ks if k > largest), math.inf),
         uneven=tuple(k for k in ks if k < largest and k not in matched),
     )
-
-
-def has_diverged(start: float, end: float, tolerance: float, noise: float = 0.0) -> bool:
-    """Whether a branch ends above its start, or at a loss that is not finite.
-
-    Above means by more than ``tolerance`` and three times the ``noise``: the standard deviation of
-    the loss of a single step, which the loss at the start is one of.
-
-    >>> from gnsfast.critical_batch.branches import has_diverged
-    >>> has_diverged(2.0, 2.5, 0.01), has_diverged(2.0, 2.5, 0.01, noise=0.3)
-    (True, False)
-    """
-    return not -math.inf < end <= start + tolerance + 3 * noise
 
 
 def _weights(steps: int, alpha: float) -> list[float]:

@@ -15,7 +15,6 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, own_settings
 from gnsfast.critical_batch.branches.branch_rule import (
     check_grid,
-    has_diverged,
     matching,
     smoothed,
     smoothed_std,
@@ -211,18 +210,17 @@ def train(make_run: MakeRun, files: BranchFolder, plan: Plan, k: float) -> Branc
                 if (finished := first(lambda: files.branch(k))) is not None:
                     return finished
         losses = [null_to_nan(step["loss"]) for step in steps]
-        end, noise, of_step = math.inf, math.nan, 0.0
-        if math.isfinite(losses[-1]):
+        end, noise, state = math.inf, math.nan, "diverged"
+        if not losses or math.isfinite(losses[-1]):
             if done < plan.delta_tokens:
                 raise BranchError(
                     f"the run's train() ended after {done:,} of {plan.delta_tokens:,} tokens: it "
                     "must go on until it has trained all of them"
                 )
             end = smoothed(losses, plan.alpha) if own else run.evaluate()
-            if own:
-                noise, of_step = (smoothed_std(losses, alpha) for alpha in (plan.alpha, 1.0))
-        worse = has_diverged(losses[0], end, plan.tolerance, of_step)
-        state = "diverged" if worse else "finished"
+        if math.isfinite(end):
+            noise = smoothed_std(losses, plan.alpha) if own else math.nan
+            state = "finished"
         counts = {"steps": steps[-1]["step"], "tokens": done, "start": losses[0]}
         ended = replace(branch, loss=end, loss_std=noise, state=state, **counts)
         return files.finish(ended, steps)

@@ -51,8 +51,7 @@ def measure_critical_batch(
 
     Saves a checkpoint and measures the noise scale there. From the checkpoint it trains a branch
     for each k, with the batch size k · B and the learning rate f(k) · η, for Δ tokens. The result
-    is the largest k whose loss is at most ε above that of every smaller k. A branch that diverged
-    matches nothing: its loss was not finite, or above that of its start. Afterwards the run is
+    is the largest k whose loss is at most ε above that of every smaller k. Afterwards the run is
     back at the checkpoint, also after an exception or Ctrl-C.
 
     To continue an interrupted measurement, make the same call again, in this or another process. It
@@ -99,7 +98,7 @@ def measure_critical_batch(
     Raises:
         ValueError: for an invalid setting, or one that differs from the folder's, and where the
             noise scale for ``factor`` was not measured.
-        BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed: finished
+        BranchError: where the loss of a branch with k <= 1 is not finite, or k = 1 failed: finished
             branches are kept, and other failures are named in ``missing``.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
@@ -156,7 +155,7 @@ def critical_batch_in(folder: str | os.PathLike[str]) -> CriticalBatch:
 
     Raises:
         ValueError: for a folder of something else.
-        BranchError: where k = 1 is missing, or a branch with k <= 1 diverged.
+        BranchError: where k = 1 is missing, or the loss of a branch with k <= 1 is not finite.
     """
     paths = [Path(folder), *sorted(Path(folder).glob("repeat-[1-9]*"))]
     each = list(map(BranchFolder, paths))
@@ -209,7 +208,7 @@ def _measured(
         if branch.state == "failed":
             missing[branch.k] = branch.reason
         elif branch.k <= 1:
-            matching({1.0: 0.0, branch.k: branch.matched})  # raises where the branch diverged
+            matching({1.0: 0.0, branch.k: branch.loss})  # raises where the branch diverged
 
     for branch in filter(None, there.values()):
         take(branch)

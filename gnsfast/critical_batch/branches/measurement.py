@@ -52,8 +52,10 @@ class Branch:
         loss: L_k, infinite where a loss was not finite.
         loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
         steps, tokens: what this branch has trained. The last step may go beyond Δ.
-        state: ``"finished"``, ``"diverged"`` (a loss that is not finite, or above that of its
-            start), or ``"failed"``, which the next call trains again.
+        state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again. A
+            branch has diverged if a loss is not finite. In a ``CriticalBatch`` it also has if it
+            does not match and ends above ``start``, by more than the tolerance and three times the
+            noise of that difference.
         reason: why the branch failed.
         start: the loss before the first step.
     """
@@ -68,11 +70,6 @@ class Branch:
     state: str = "finished"
     reason: str = ""
     start: float = math.nan
-
-    @property
-    def matched(self) -> float:
-        """The loss that the rule compares: infinite where the branch diverged."""
-        return math.inf if self.state == "diverged" else self.loss
 
     def record(self) -> dict[str, Any]:
         """A JSON object; an infinite ``loss`` and an unknown ``loss_std`` are null."""
@@ -132,10 +129,20 @@ class CriticalBatch:
 
     def __post_init__(self) -> None:
         self._matching  # noqa: B018 - raises where the branch k = 1 is missing or diverged
+        least, named = math.inf, []
+        for b in self.branches:
+            noise = 0.0 if math.isnan(b.loss_std) else b.loss_std * math.sqrt(2 / self.alpha)
+            worse = (
+                b.loss > least + self.tolerance and b.loss > b.start + self.tolerance + 3 * noise
+            )
+            worse = worse or not math.isfinite(b.loss)
+            named.append(replace(b, state="diverged" if worse else "finished"))
+            least = min(least, b.loss)
+        object.__setattr__(self, "branches", tuple(named))
 
     @property
     def _matching(self) -> Matching:
-        return matching({b.k: b.matched for b in self.branches}, self.tolerance)
+        return matching({b.k: b.loss for b in self.branches}, self.tolerance)
 
     @property
     def interval(self) -> Interval:
@@ -273,7 +280,7 @@ class CriticalBatch:
             cells = (f"{x:.4f}" if math.isfinite(x) else "-" for x in (b.loss, b.loss_std, above))
             size = (f"{b.k:g}", f"{b.batch_size:,}", f"{b.lr_factor:.3g}", f"{b.steps:,}")
             rows.append([*size, *cells, verdict])
-            least = min(least, b.matched)
+            least = min(least, b.loss)
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(r[:-1], widths)) + f"  {r[-1]}" for r in rows]
         return "\n".join([*(line.rstrip() for line in lines), self.summary()])
@@ -453,11 +460,8 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
 
 
 def _mean(branches: Sequence[Branch]) -> Branch:
-    losses, rest = (
-        [b.loss for b in branches],
-        {"start": statistics.fmean(b.start for b in branches)},
-    )
-    if worse := [b for b in branches if b.state == "diverged"]:
-        return replace(worse[0], loss=max(losses), loss_std=math.nan, **rest)
+    losses, start = [b.loss for b in branches], statistics.fmean(b.start for b in branches)
+    if not all(map(math.isfinite, losses)):
+        return replace(branches[0], loss=math.inf, loss_std=math.nan, start=start)
     error = statistics.stdev(losses) / math.sqrt(len(losses))
-    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error, **rest)
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error, start=start)
