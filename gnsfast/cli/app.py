@@ -114,7 +114,8 @@ class Short(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = args[:1] and args[0] not in (*self.commands, "--help")
-        return super().parse_args(ctx, ["measure", *args] if given else args)
+        own = ["measure", *args] if given else args
+        return super().parse_args(ctx, own)
 
 
 branching = typer.Typer(cls=Short, no_args_is_help=True)
@@ -138,13 +139,16 @@ def branch_(options: branch.Options, as_json: Json = False) -> None:
     Ctrl-C stops it. Run the same command again to continue. Each line that --list prints is a
     command of its own: run them by xargs -P, a Slurm array or any scheduler.
     """
-    say = lambda each: typer.echo(branch.branch_line(each)) if is_first() else None
+
+    def say(each: branches.Branch) -> None:
+        if is_first():
+            typer.echo(json.dumps(each.record()) if as_json else branch.branch_line(each))
+
     try:
         if options.list:
             return typer.echo("\n".join(branch.commands(options)))
         if options.only is not None:
-            trained = branch.train(options)
-            return typer.echo(json.dumps(trained.record())) if as_json else say(trained)
+            return say(branch.train(options))
         result = branch.measure(options, None if as_json else say)
     except KeyboardInterrupt:
         out = options.out

@@ -200,11 +200,11 @@ def commands(options: Options) -> list[str]:
 
 def train(options: Options) -> branches.Branch:
     """Train the branch that ``--only`` names."""
-    plan, asked = options.plan(), options.only or ()
-    [k] = [k for k in plan.k if asked == (k,)] or [None]
-    if k is None:
+    plan = options.plan()
+    if len(options.only or ()) != 1 or not {*(options.only or ())} <= {*plan.k}:
         listed = ", ".join(map(branches.multiple, plan.k))
         raise ValueError(f"--only must be one of --k, which are {listed}")
+    [k] = options.only or ()
     return branches.train_branch(options.make_run()(), k, options.out, plan)
 
 

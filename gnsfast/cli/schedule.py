@@ -69,9 +69,9 @@ def examine(options: Options) -> dict[str, Any]:
 
 def exported(options: Options, schedule: laws.BatchSizeSchedule, lr: str) -> dict[str, Any]:
     """The schedule in a tool's own form, code for what that form does not hold, and notes."""
-    tool, value, told = options.export, None, {}
+    tool, told = str(options.export), dict[str, Any]()
+    value: Any = None
     check_choice("--export", tool, exports.TOOLS)
-    assert tool is not None
     if tool in ("torchtitan", "huggingface", "lightning") and options.per_device_batch is None:
         raise ValueError(f"--export {tool} needs --per-device-batch")
     if tool == "megatron":
@@ -84,7 +84,10 @@ def exported(options: Options, schedule: laws.BatchSizeSchedule, lr: str) -> dic
         value = exports.olmo_core(schedule, lr=lr)
     elif tool == "levanter":
         value = exports.levanter(schedule)
-    passes = {"micro_batch": options.per_device_batch, "processes": options.processes}
+    passes: dict[str, Any] = {
+        "micro_batch": options.per_device_batch,
+        "processes": options.processes,
+    }
     lines = exports.lines(tool, schedule, lr, **passes)
     told |= {"schedule": schedule, "first_steps": exports.first_steps(schedule)}
     notes = page("notes.txt").render(framework=tool, departures=_departures(schedule), **told)

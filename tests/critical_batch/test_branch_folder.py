@@ -60,7 +60,7 @@ def branch(loss: float) -> Branch:
 
 
 def two_steps(loss: float) -> list[dict[str, float]]:
-    return [{"k": 2, "tokens": tokens, "loss": loss} for tokens in (160, 320)]
+    return [{"k": 2, "tokens": tokens, "loss": loss} for tokens in (80, 320)]
 
 
 def prepared(path: Path) -> BranchFolder:

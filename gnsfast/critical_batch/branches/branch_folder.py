@@ -70,7 +70,11 @@ class BranchFolder:
         if first(self.checkpoint.is_dir) or not commit(self.checkpoint, fill):
             first(lambda: self.check(settings))
             run.restore(self.checkpoint)
-        first(lambda: [self._branch(k).mkdir(exist_ok=True) for k in ks])
+        first(lambda: self._begin(ks))
+
+    def _begin(self, ks: Iterable[float]) -> None:
+        for k in ks:
+            self._branch(k).mkdir(exist_ok=True)
 
     def settings(self) -> dict[str, Any]:
         return _read(self.checkpoint / SETTINGS)
