@@ -20,8 +20,4 @@ from gnsfast.critical_batch.branches.measurement import Branch as Branch
 from gnsfast.critical_batch.branches.measurement import CriticalBatch as CriticalBatch
 from gnsfast.critical_batch.branches.measurement import averaged as averaged
 from gnsfast.critical_batch.branches.measurement import pooled_factor as pooled_factor
-from gnsfast.critical_batch.branches.run_state import load_state as load_state
-from gnsfast.critical_batch.branches.run_state import random_state as random_state
-from gnsfast.critical_batch.branches.run_state import set_random_state as set_random_state
-from gnsfast.critical_batch.branches.run_state import state_of as state_of
 from gnsfast.critical_batch.branches.torch_run import TorchRun as TorchRun
