@@ -51,7 +51,7 @@ def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT + own)
     arguments = "".join(f"{word!r}, " for word in ARGUMENTS)
     (tmp_path / "branches.py").write_text(
-        run.replace('"train.py", *how', f'"train.py", {arguments}*how')
+        run.replace('"train.py", *words', f'"train.py", {arguments}*words')
     )
 
     def start(*words: Any) -> str:
