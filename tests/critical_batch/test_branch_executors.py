@@ -68,12 +68,18 @@ def divide() -> ScriptedRun:
 
 @pytest.mark.second
 def test_on_threads(tmp_path: Path) -> None:
-    """They take turns, because they share the random numbers of their process."""
+    """Each has a process of its own, because threads share the random numbers of theirs."""
     here = measure_critical_batch(branch_runs.trained(), folder=tmp_path / "here" / "cbs", **GRID)
     with ThreadPoolExecutor(3) as pool:
         how = {"executor": pool, "make_run": branch_runs.trained}
         found = measure(branch_runs.trained(), tmp_path, **how)
-    assert found == here and steps(tmp_path) == steps(tmp_path / "here")
+        assert found == here and steps(tmp_path) == steps(tmp_path / "here")
+        how["make_run"] = branch_runs.killed
+        lost = measure(None, tmp_path / "killed", **how, k=(1, 2)).missing
+        assert lost == {2.0: "BranchError: its process ended with exit code -9"}
+        how["make_run"] = divide
+        with pytest.raises(BranchError, match="^ZeroDivisionError: division by zero$"):
+            measure(None, tmp_path / "other", **how)
 
 
 class OwnFuture:

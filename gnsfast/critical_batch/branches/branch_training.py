@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Plan``: what a measurement asks for; and how one branch is trained, in whatever process."""
 
+import logging
 import math
 import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,12 +36,15 @@ from gnsfast.errors import BranchError
 from gnsfast.noise_scale import METRICS
 from gnsfast.parallel import first
 
+LOG = logging.getLogger("gnsfast")
+
 LEAST_STEPS = 3
 """The fewest steps of a branch: the first loss is still the checkpoint's, and the noise of a loss
 is estimated from at least three."""
 
-ONE = threading.Lock()
-"""Branches in threads of one process take turns: they share its generators of random numbers."""
+CALL = "import pickle, sys; sys.path, work, args = pickle.load(sys.stdin.buffer); "
+CALL += "work, args = pickle.loads(work), pickle.loads(args); work(*args)"
+"""The program of a new process, which gets its work on stdin: first the path to import it by."""
 
 MakeRun = Callable[[], Any]
 
@@ -170,7 +177,7 @@ def train(make_run: MakeRun, files: BranchFolder, plan: Plan, k: float) -> Branc
         ValueError: where the run has other settings than the folder.
         BranchError: where the run takes steps of another size than asked for or ends early.
     """
-    with ONE, ExitStack() as stack:
+    with ExitStack() as stack:
         run = make_run()
         if (finished := first(lambda: files.branch(k))) is not None:
             return finished
@@ -238,3 +245,22 @@ def _noise_scale(run: BranchRun) -> dict[str, Any]:
     known: RunIdentity = getattr(run, "identity", RunIdentity)()
     own = replace(known, tokens_per_sample=run.tokens_per_sample)
     return record | {"noise_scale_reason": reason, "run": asdict(own)}
+
+
+def called(work: Callable[..., Any], make_run: MakeRun, files: BranchFolder, *args: Any) -> Any:
+    """``work(make_run, files, *args)`` as an executor calls it.
+
+    In a thread, such as Dask's, it runs in a process of its own: other threads draw from the same
+    generators of random numbers. What it has found is in the folder.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return work(make_run, files, *args)
+    given = pickle.dumps(work), pickle.dumps((make_run, files, *args))
+    words = [sys.executable, "-c", CALL]
+    done = subprocess.run(words, input=pickle.dumps((sys.path, *given)), stderr=subprocess.PIPE)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        LOG.error("%s", "\n".join(lines))
+        ended = f"its process ended with exit code {done.returncode}"
+        raise BranchError(lines[-1] if lines and done.returncode > 0 else ended)
+    return known_in(files) if work is prepare else files.branch(args[-1])

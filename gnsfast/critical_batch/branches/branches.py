@@ -3,7 +3,6 @@
 them can be trained by a process of its own: a call of an executor, or ``train_branch``.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +15,11 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
 from gnsfast.critical_batch.branches.branch_training import (
+    LOG,
     MakeRun,
     Plan,
     begun,
+    called,
     known_in,
     prepare,
     train,
@@ -26,8 +27,6 @@ from gnsfast.critical_batch.branches.branch_training import (
 from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch, averaged
 from gnsfast.errors import BranchError, first_line
 from gnsfast.parallel import first, process_count
-
-LOG = logging.getLogger("gnsfast")
 
 OnBranch = Callable[[Branch], None]
 
@@ -82,7 +81,8 @@ def measure_critical_batch(
         executor: trains the branches, each in a call: ``ProcessPoolExecutor``, submitit's, Dask's
             (``client.get_executor()``), or anything whose ``submit(function, *args)`` returns a
             future. Its machines must share ``folder``. A branch whose call is lost has failed.
-            Call again to train it further. Without it, this process trains them in turn.
+            Call again to train it further. A call in a thread, as Dask's, starts a process. Without
+            it, this process trains them in turn.
         make_run: needed with ``executor``: a function without arguments that returns the run, which
             the executor can send; with ``run=None`` at the state to be measured, else in any. A
             script that passes it needs the guard ``if __name__ == "__main__"``.
@@ -121,7 +121,9 @@ def measure_critical_batch(
     with ExitStack() as stack:
         if executor is not None and own is None:
             [files] = asked.folders(folder)
-            each = iter([(files, executor.submit(prepare, make_run, files, asked).result())])
+            each = iter(
+                [(files, executor.submit(called, prepare, make_run, files, asked).result())]
+            )
         else:
             each = _prepared(own, folder, asked)
         for files, known in each:
@@ -213,7 +215,11 @@ def _measured(
     for branch in filter(None, there.values()):
         take(branch)
     asked, work = [k for k in plan.k if there[k] is None], partial(train, make_run, files, plan)
-    futures = {} if executor is None else {k: executor.submit(work, k) for k in asked}
+    futures = (
+        {}
+        if executor is None
+        else {k: executor.submit(called, train, make_run, files, plan, k) for k in asked}
+    )
     try:
         for k in asked:
             try:
