@@ -136,6 +136,8 @@ def table_of(
             of_late, rows = prove(trial, rows, places, shown.rtol, training=True)
             proof = proof.with_late(of_late, shown.late)
         meet = {} if proof.reason else meeting(trial, places)
+        # A parameter that none of the few samples has reached takes the row of its siblings.
+        meet = {name: why for name, why in meet.items() if name in shown.routes}
         if samples.are_unclear and (meet or proof.wrong):
             proof = proof._replace(reason=UNCLEAR, wrong={})
         proof = proof._replace(wrong=shared(meet | proof.wrong, dict.__or__, structure.groups))
