@@ -169,7 +169,7 @@ VIEWS = frozenset(
 )
 """Nodes whose result holds elements of one argument."""
 
-CHOICES = VIEWS | {"IndexBackward0", "IndexSelectBackward0", "EmbeddingBackward0"}
+CHOICES = VIEWS | ALONG | {"IndexBackward0", "EmbeddingBackward0"}
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""

@@ -16,7 +16,7 @@ from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
-from gnsfast.table.proof import Proof, Trial, meeting, prove, refuse_mixed_documents
+from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, refuse_mixed_documents
 from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
@@ -124,7 +124,7 @@ def table_of(
     few = FEW if B >= FEW else FEW - 1
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
-    with _for_our_own_ends(followed):
+    with _for_our_own_ends(followed), gates_open(followed.leaves):
         trial, traces, late = _traced_with_some(trial)
         shown = Shown.of(traces, late)
         proof, rows = prove(trial, shown.rows, traces.result_places, shown.rtol, training=False)
@@ -139,7 +139,7 @@ def table_of(
         # A parameter that none of the few samples has reached takes the row of its siblings.
         meet = {name: why for name, why in meet.items() if name in shown.routes}
         if samples.are_unclear and (meet or proof.wrong):
-            proof = proof._replace(reason=UNCLEAR, wrong={})
+            proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
         proof = proof._replace(wrong=shared(meet | proof.wrong, dict.__or__, structure.groups))
         if documents is not None:
             refuse_mixed_documents(trial, documents, places)
@@ -234,8 +234,8 @@ def _assembled(
     }
     for leaf in followed.leaves:
         name = leaf.name
-        if leaf.left_out or name in proof.wrong:
-            left_out[name] = leaf.left_out or proof.wrong[name]
+        if leaf.refused or name in proof.wrong:
+            left_out[name] = leaf.refused or proof.wrong[name]
         elif proof.reason:
             doubtful[name] = f"not proven: {proof.reason}"
         elif name not in routes:
@@ -296,6 +296,8 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
     kept = [(leaf, leaf.found, leaf.twin) for leaf in begun]
     followed.is_learning = True
+    for leaf in followed.leaves:
+        leaf.forget()
     try:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
@@ -304,6 +306,10 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
             yield
     finally:
         followed.is_learning, followed.structure.given = False, ()
+        for leaf in followed.leaves:
+            leaf.forget()
+        if followed.table is not None:
+            followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
         for leaf, state, twin in kept:
             leaf.found = state

@@ -153,7 +153,7 @@ def prove(
     """
     followed, structure = trial.followed, trial.followed.structure
     followed.learn(rows)
-    with kept_modes(structure.model), _gates_open(trial.leaves):
+    with kept_modes(structure.model):
         structure.model.train(training)
         measured = _measured(trial, places)
         truth = _truths(trial, measured)
@@ -373,7 +373,7 @@ def _of_documents(
 
 
 @contextmanager
-def _gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
+def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
     """Let parameters that are all zeros, as those of a new adapter or of a gate that opens late,
     have small random values meanwhile, so that what is behind them gets a gradient.
     """

@@ -103,9 +103,6 @@ class EveryToken(MaskedLM):
 
 
 NOISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "adam": ({"metric": "adam", "source": "global"}, {}),
-    "sign": ({"metric": "sign", "source": "global"}, {}),
-    "spectral": ({"metric": "spectral", "source": "global"}, {}),
     "groups": ({"groups": ["a", "b"]}, {"groups": ["a", "b", "b", "a", "b", "a"]}),
     "clusters": ({}, {"clusters": 2}),
 }
@@ -131,8 +128,7 @@ def test_what_is_measured_beside_the_norms(measure: str, tied: bool) -> None:
         torch.manual_seed(0)
         model = kind("layer", tied)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        own = {"optimizer": optimizer} if measure == "adam" else {}
-        gns = gnsfast.GradientNoiseScale(model, **options, **own)
+        gns = gnsfast.GradientNoiseScale(model, **options)
         for seed in range(3):
             with gns.microbatch(6, **each):
                 losses(model, batch(6, 7, seed, (seed,))).mean().backward()

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "of channels": (lambda: Norm2d(D), images),
     "in float32": (lambda: NormFp32(D), tokens),
     "OLMo-core's layer norm": (OlmoCoreLayerNorm, tokens),
-    "a weight of another shape": (lambda: OlmoCoreLayerNorm(T, D), tokens),
+    "a weight of another shape": (lambda: OlmoCoreLayerNorm(T, D, bias=False), tokens),
     "padded embedding": (lambda: Padded(7, D, padding_idx=0), ids),
     "OLMo-core": (OlmoCoreRMSNorm, tokens),
     "litgpt": (LitRMSNorm, tokens),
