@@ -160,6 +160,11 @@ class Shown(NamedTuple):
     late: frozenset[str]
     rtol: float
 
+    def rows_of_calls(self, name: str) -> list[Row]:
+        """The rows of the calls that take a parameter, which may be those of another one."""
+        takers = dict.fromkeys(n for call in self.calls.get(name, ()) for n in sorted(call))
+        return [row for n in takers for row in self.rows.get(n, ())]
+
     @classmethod
     def of(cls, traces: Traces, late: Traces | None) -> "Shown":
         """What is shown in evaluation mode, and of other parameters in training mode."""
@@ -251,11 +256,12 @@ def _assembled(
         calls, alike = shown.calls.get(name, ()), siblings.get(pattern_of(name), [])
         if calls and all(any(other in proofs for other in call) for call in calls):
             proofs[name] = "the norms of another parameter of its calls"
-        elif alike and _agree([rows.get(other, ()) for other in alike]):
-            if name not in routes:
-                rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
-            if _agree([rows.get(name, ()), rows.get(alike[0], ())]):
+        elif alike:
+            known = [*alike, name] if name in routes else alike
+            if _agree([shown.rows_of_calls(other) for other in known]):
                 proofs[name] = f"its sibling {alike[0]}"
+                rows.setdefault(name, rows.get(alike[0], ()))
+                routes.setdefault(name, routes[alike[0]])
     for name, why in doubtful.items():
         if name not in proofs and unproven == "measure":
             proofs[name] = why

@@ -145,6 +145,6 @@ def test_a_batch_that_the_model_does_not_take(parts: bool) -> None:
     """A tuple is a list of arguments. The error of the model tells."""
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     run = (lambda batch: model(batch[0]) * batch[1]) if parts else None
-    with pytest.raises((gnsfast.ObservationError, TypeError), match="were given|not subscriptable"):
+    with pytest.raises((gnsfast.ObservationError, TypeError), match="were given|KeyError"):
         gnsfast.learn(model, (x, x) if not parts else {"x": x}, run=run)
     assert gnsfast.learn(model, (x, x) if parts else (x,), run=run).proofs

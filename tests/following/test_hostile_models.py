@@ -3,9 +3,6 @@
 or left out by name, in the first batch and in later ones of other sizes.
 """
 
-import gc
-import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from hostile import D, in_its_batch, linear, per_sample, right_or_named
+from hostile import D, assert_refused, in_its_batch, linear, per_sample, right_or_named
 from made import Made
 from oracle import assert_norms
 from torch import Tensor, nn
@@ -198,23 +195,6 @@ def test_nothing_of_ours_is_left_in_a_model() -> None:
         assert type(t) is Tensor and not hasattr(t, "_gnsfast")
 
 
-def test_a_loss_of_the_model_in_which_samples_meet(caplog: pytest.LogCaptureFixture) -> None:
-    """A log line and the table tell of it; the outputs are proven."""
-
-    def balanced(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = m.a(x)
-        share = m.router(x).softmax(-1)
-        load = F.one_hot(share.argmax(-1), D).float().mean((0, 1))
-        return (load * share.mean((0, 1))).sum() + y.square().mean(), y + share
-
-    model = Made(balanced, a=linear(), router=linear())
-    with caplog.at_level(logging.WARNING, "gnsfast"), gnsfast.per_sample_sqnorms(model, 4):
-        model(torch.randn(4, 6, D))[0].backward()
-    assert "own loss" in caplog.text
-    shown = gnsfast.coverage(model)
-    assert not shown.proof and "samples meet" in shown.proof_of_loss and "own loss" in str(shown)
-
-
 MEETINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": torch.tanh,
     "mean": lambda h: h + torch.tanh(h.mean(0, keepdim=True)),
@@ -225,20 +205,23 @@ MEETINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize("kind", MEETINGS)
-def test_a_model_that_returns_its_loss_alone(kind: str, mean: bool) -> None:
-    """Norms of one layer alone do not tell whether samples meet in it."""
+def test_a_model_that_returns_its_loss_alone(kind: str) -> None:
+    """It proves nothing, and what ``run`` returns of each sample tells whether they meet."""
 
-    def loss(m: Any, x: Tensor) -> Tensor:
-        own = per_sample(m.last(MEETINGS[kind](torch.tanh(m.first(x)))))
-        return own.mean() if mean else own.sum()
+    def logits(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.last(MEETINGS[kind](torch.tanh(m.first(x))))
+        return y
 
-    model = Made(loss, first=linear(), last=linear())
-    with gnsfast.per_sample_sqnorms(model, 6):
-        model(torch.randn(6, D)).backward()
-    proof = gnsfast.coverage(model).proof
-    assert ("samples meet" in proof) == (kind != "none"), proof
+    model = Made(lambda m, x: per_sample(logits(m, x)).mean(), first=linear(), last=linear())
+    x, loss = torch.randn(6, D), lambda m, x: m(x)
+    assert_refused(model, x, 6, "first.weight: .*no result of the model belongs", loss)
+    table = gnsfast.learn(model, x, run=lambda x: logits(model, x))
+    if kind == "none":
+        found = gnsfast.verify(model, loss, x, table=table)
+        assert {row.verdict for row in found.rows} == {"ok"}
+    else:
+        assert table.proofs.keys() <= {"last.weight", "last.bias"}
 
 
 class Teacher(nn.Module):
@@ -281,23 +264,6 @@ def test_state_that_a_forward_pass_writes_to() -> None:
         torch.testing.assert_close(own.state_dict()[key], value)
     assert own.counts["of"][1] == plain.counts["of"][1] == Counter(a=2)
     assert float(own.counts["of"][0]) == 1 and own.counts["array"].tolist() == [1, 1]
-
-
-def test_nothing_of_a_look_stays_alive() -> None:
-    """Functions that save their result would hold their graph."""
-    model = nn.Sequential(linear(), nn.Tanh(), nn.Softmax(-1), linear())
-    gnsfast.configure(model, example=torch.randn(4, 6, D))
-    alive = weakref.ref(model[0].weight)
-    del model
-    gc.collect()
-    assert alive() is None
-
-
-def test_evaluation_mode_first() -> None:
-    """Training mode is proven by its own first batch."""
-    model = nn.Sequential(linear(), BatchMean(), linear()).eval()
-    assert len(right_or_named(model, torch.randn(6, D), 6)) == 4
-    assert right_or_named(model.train(), torch.randn(6, D), 6) <= {"2.weight", "2.bias"}
 
 
 def test_large_batches_that_meet_in_training_mode_only() -> None:
@@ -373,19 +339,19 @@ def test_parameters_that_are_changed_before_the_model_runs() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "jagged"])
 def test_batches_that_cannot_be_sliced(kind: str) -> None:
-    """They run, and what is not followed is named."""
+    """An error shows ``take``, by which they are measured or left out by name."""
     if kind == "sparse":
         model = Made(lambda s, x: torch.sparse.mm(x, s.w), w=torch.randn(6, D))
         x = torch.randn(4, 6).relu().to_sparse()
+        take = lambda x, samples: torch.stack([x[b] for b in samples])  # noqa: E731
     else:
         model = Made(lambda s, x: torch.nested.to_padded_tensor(s.a(x), 0.0), a=linear())
         parts = [torch.randn(k, D) for k in (3, 5, 2, 4)]
-        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    real = per_sample(model(x))
-    with pytest.raises(gnsfast.ObservationError), gnsfast.per_sample_sqnorms(model, 4):
-        y = per_sample(model(x))
-        y.sum().backward()
-    torch.testing.assert_close(y, real)
+        jagged = lambda parts: torch.nested.nested_tensor(parts, layout=torch.jagged)  # noqa: E731
+        x = jagged(parts)
+        take = lambda _, samples: jagged([parts[b] for b in samples])  # noqa: E731
+    assert_refused(model, x, 4, "take=")
+    assert not gnsfast.learn(model, x, take=take, num_samples=4).proofs
 
 
 LAYERS = {
@@ -434,17 +400,16 @@ def test_noise_of_a_generator_of_its_own(held: bool) -> None:
     assert torch.equal(own.get_state(), after) and len(norms) == 2
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_a_weight_of_the_loss(mean: bool) -> None:
-    """It is made before the model runs, and meets the losses of samples, or their mean."""
+def test_a_weight_of_the_loss() -> None:
+    """It is made outside of the model, and meets the losses of samples, or their mean."""
     model, x = Made(lambda s, x: s.a(x), a=linear(), log=torch.tensor(0.3)), torch.randn(4, 6, D)
-    if not mean:
-        weighed = lambda m, x: torch.exp(-m.log) * per_sample(m(x)) + m.log  # noqa: E731
-        assert len(right_or_named(model, x, 4, weighed)) == 3
-        return
+    weighed = lambda m, x: torch.exp(-m.log) * per_sample(m(x)) + m.log  # noqa: E731
+    assert right_or_named(model, x, 4, weighed) == {"a.weight", "a.bias"}
+    table = gnsfast.learn(model, x, run=lambda x: weighed(model, x))
+    assert len(right_or_named(model, x, 4, weighed, table)) == 3
     with (
-        pytest.raises(gnsfast.ObservationError, match="log: .* before the mean"),
-        gnsfast.per_sample_sqnorms(model, 4),
+        pytest.raises(gnsfast.ObservationError, match="log: .* a number of the whole batch"),
+        gnsfast.per_sample_sqnorms(model, 4, table=table),
     ):
         (torch.exp(-model.log) * per_sample(model(x)).mean() + model.log).backward()
 
@@ -515,8 +480,12 @@ def test_a_distribution_whose_scale_is_a_parameter(
         return per_sample(logits(m, m(x), x) if outside else m(x))
 
     model = Made(run, a=linear(), log=torch.randn(D) * 0.1, at=torch.randn(D))
-    for B in (4, 5, 4, 2):
-        assert len(right_or_named(model, torch.randn(B, *shape, D), B, loss)) == 4
+    x = torch.randn(4, *shape, D)
+    whole = (lambda x: logits(model, model(x), x)) if outside else None
+    table = gnsfast.learn(model, x, run=whole)
+    for B in (4, 5, 2):
+        x = torch.randn(B, *shape, D)
+        assert len(right_or_named(model, x, B, loss, table)) == 4
 
 
 def test_parameters_that_are_broadcast_with_constants_alone() -> None:
@@ -542,7 +511,7 @@ def test_why_a_scale_is_left_out() -> None:
     model = Made(run, a=linear(), log=torch.randn(D))
     assert "log" not in right_or_named(model, torch.randn(6, D), 6)
     row = next(row for row in gnsfast.coverage(model).rows if row.parameter == "log")
-    assert "not found in broadcast_tensors" in row.reason
+    assert "for the same sample alone" in row.reason
 
 
 LIKE_DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -607,7 +576,9 @@ class OwnCheckpoint(torch.autograd.Function):
 
 
 def test_a_checkpoint_with_a_backward_pass_of_its_own() -> None:
-    """No gradient of our passes is added to those of the user's, and no hook tells of one."""
+    """No gradient of our passes is added to those of the user's, and no hook tells of one. What is
+    inside of it gets its gradient from that pass, so that nothing proves it.
+    """
     parts = nn.ModuleDict({"first": linear(), "last": linear()})
     parts["block"] = nn.Sequential(nn.LayerNorm(D), linear(), nn.Tanh())
     plain = Made(lambda s, x: s.of["last"](s.of["block"](s.of["first"](x))), of=parts)
@@ -629,7 +600,8 @@ def test_a_checkpoint_with_a_backward_pass_of_its_own() -> None:
             model.zero_grad()
         (grads, real), (own_grads, own_norms) = found
         torch.testing.assert_close(own_grads, grads)
-        assert_norms(own_norms, dict(real), rtol=1e-4, names={*grads})
+        assert_norms(own_norms, dict(real), rtol=1e-4, names=set(own_norms))
+        assert {name.split(".")[1] for name in own_norms} >= {"first", "last"}
 
 
 class FusedAccumulation(torch.autograd.Function):
