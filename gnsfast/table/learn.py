@@ -260,8 +260,8 @@ def _assembled(
             known = [*alike, name] if name in routes else alike
             if _agree([shown.rows_of_calls(other) for other in known]):
                 proofs[name] = f"its sibling {alike[0]}"
-                rows.setdefault(name, rows.get(alike[0], ()))
-                routes.setdefault(name, routes[alike[0]])
+                if name not in routes:
+                    rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
     for name, why in doubtful.items():
         if name not in proofs and unproven == "measure":
             proofs[name] = why
