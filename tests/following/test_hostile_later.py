@@ -131,21 +131,6 @@ def test_compiled_code_has_the_layouts_of_the_first_batch() -> None:
         assert_norms(norms, real, rtol=1e-3)
 
 
-def packed_sequences(m: Any, x: Any) -> Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(x[0], x[1], batch_first=True, enforce_sorted=False)
-    y, _ = nn.utils.rnn.pad_packed_sequence(m.cells(packed)[0], batch_first=True, total_length=6)
-    last: Tensor = m.a(y)
-    return last
-
-
-def test_a_layer_behind_packed_sequences() -> None:
-    """torch puts them back into the order of the samples."""
-    model = Made(packed_sequences, a=linear(), cells=nn.GRU(D, D))
-    for lengths in ([6, 6, 6, 6], [2, 6, 1, 4]):
-        x = torch.randn(4, 6, D), torch.tensor(lengths)
-        assert right_or_named(model, x, 4) == {"a.weight", "a.bias"}
-
-
 def test_a_first_batch_that_was_interrupted() -> None:
     """The next one is then the first."""
     model, x = nn.Sequential(linear(), nn.Tanh(), linear()), torch.randn(4, D)

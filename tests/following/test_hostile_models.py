@@ -238,18 +238,6 @@ def test_a_model_that_returns_its_loss_alone(kind: str) -> None:
         assert table.proofs.keys() <= {"last.weight", "last.bias"}
 
 
-def test_large_batches_that_meet_in_training_mode_only() -> None:
-    def mixed(m: Any, x: Tensor) -> Tensor:
-        h = m.drop(m.a(x))
-        if m.training and len(x) > 3:
-            h = h + h.roll(len(x) // 2, 0)
-        y: Tensor = m.b(h)
-        return y
-
-    model = Made(mixed, a=linear(), b=linear(), drop=nn.Dropout(0.2))
-    assert right_or_named(model, torch.randn(8, D), 8) <= {"b.weight", "b.bias"}
-
-
 def test_a_table_of_parameters_behind_dropout() -> None:
     """Its random numbers are drawn once."""
 

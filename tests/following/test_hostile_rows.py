@@ -141,20 +141,23 @@ def test_rows_that_are_chosen_from_chosen_rows(pick: Callable[[Tensor, Tensor], 
 
 
 @pytest.mark.parametrize(
-    "last",
+    "last, found",
     [
-        lambda h, x: h[-1],
-        lambda h, x: h.unbind(0)[-1],
-        lambda h, x: h[x[..., 0].argmax(1), torch.arange(len(x))],
+        (lambda h, x: h[-1], 3),
+        (lambda h, x: h.unbind(0)[-1], 3),
+        (lambda h, x: h[x[..., 0].argmax(1), torch.arange(len(x))], 2),  # two indices in one
+        (lambda h, x: h.transpose(0, 1)[torch.arange(len(x)), x[..., 0].argmax(1)], 3),
     ],
 )
-def test_one_step_of_a_sequence_outside_of_the_model(last: Callable[..., Tensor]) -> None:
+def test_one_step_of_a_sequence_outside_of_the_model(
+    last: Callable[..., Tensor], found: int
+) -> None:
     """The steps lie along dimension 0, and their number is a multiple of that of the samples."""
     model = Made(lambda s, x: s.a(x.transpose(0, 1)), a=linear(), head=torch.randn(D, D))
     step = lambda x: F.linear(last(model(x), x), model.head)  # noqa: E731
     x = torch.randn(4, 8, D)
     table = gnsfast.learn(model, x, run=step)
-    assert len(right_or_named(model, x, 4, lambda _, x: per_sample(step(x)), table)) == 3
+    assert len(right_or_named(model, x, 4, lambda _, x: per_sample(step(x)), table)) == found
 
 
 def test_a_list_as_an_index_of_a_table() -> None:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from oracle import assert_norms, loop_sqnorms
 from random_models import loss, shares
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gnsfast
 
@@ -86,10 +85,6 @@ def mean_after(m: Any, x: Tensor) -> Tensor:
     return y - y.mean(0)
 
 
-def loudest(m: Any, x: Tensor) -> Tensor:
-    return m.inner(x / x.abs().max())
-
-
 def faint(m: Any, x: Tensor) -> Tensor:
     """Samples give each other less than a comparison with single samples can tell."""
     return m.inner(x) + 1e-4 * m.inner(x).mean(0)
@@ -98,15 +93,6 @@ def faint(m: Any, x: Tensor) -> Tensor:
 def gated(m: Any, x: Tensor) -> Tensor:
     """What samples give each other is behind a gate that is zero at the start."""
     return x + m.g * m.inner(x - x.mean(0))
-
-
-def neighbour(m: Any, x: Tensor) -> Tensor:
-    return m.inner(x) + 0.5 * m.inner(x.roll(1, 0))
-
-
-def attention_over_batch(m: Any, x: Tensor) -> Tensor:
-    y: Tensor = m.inner(x)
-    return F.scaled_dot_product_attention(*(y.transpose(0, 1),) * 3).transpose(0, 1)
 
 
 def contrast(m: Any, x: Tensor) -> Tensor:
@@ -203,14 +189,6 @@ def vectorised(m: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(m.inner, in_dims=1, out_dims=1)(x)
 
 
-def checkpointed(m: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda t: torch.tanh(m.inner(t)) + m.inner(t), x, use_reentrant=False)
-
-
-def twice(m: Any, x: Tensor) -> Tensor:
-    return m.inner(m.inner(x)) + x @ m.inner.weight[:, :D].t()
-
-
 def pairs(m: Any, x: Tensor) -> Tensor:
     """Two rows of every sample are one row of twice the width."""
     y: Tensor = m.wide(x.unflatten(1, (-1, 2)).flatten(2))
@@ -223,14 +201,6 @@ def windows(m: Any, x: Tensor) -> Tensor:
     return (y + m.places[:2]).unflatten(0, (len(x), -1)).flatten(1, 2)
 
 
-def stretched(m: Any, x: Tensor) -> Tensor:
-    return m.inner(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)
-
-
-def tiled(m: Any, x: Tensor) -> Tensor:
-    return m.inner(x.repeat(2, 1, 1)).unflatten(0, (2, -1)).mean(0)
-
-
 def square_of_batch(m: Any, x: Tensor) -> Tensor:
     """A table [B, B] for a batch of as many tokens."""
     mixed: Tensor = m.mix[: x.shape[1], : x.shape[1]] @ x
@@ -240,16 +210,6 @@ def square_of_batch(m: Any, x: Tensor) -> Tensor:
 def own_batch_norm(m: Any, x: Tensor) -> Tensor:
     y = (x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-3).sqrt()
     return y * m.g + m.g
-
-
-def by_expert(m: Any, x: Tensor) -> Tensor:
-    rows = x.flatten(0, 1)
-    chosen = (rows[:, 0] > 0).long() + (rows[:, 1] > 0).long()
-    out = torch.zeros_like(rows)
-    for k, expert in enumerate(m.experts):
-        at = (chosen == k).nonzero()[:, 0]
-        out = out.index_add(0, at, torch.tanh(expert(rows[at])))
-    return out.view_as(x)
 
 
 def capacity(m: Any, x: Tensor) -> Tensor:
@@ -284,11 +244,8 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "shuffled": (shuffled, inner),
     "mean before": (mean_before, inner),
     "mean after": (mean_after, inner),
-    "loudest": (loudest, inner),
     "faint": (faint, inner),
     "gated": (gated, lambda: {**inner(), "g": torch.zeros(1)}),
-    "neighbour": (neighbour, inner),
-    "attention over the batch": (attention_over_batch, inner),
     "contrast": (contrast, lambda: {**inner(), "scale": torch.tensor(0.7)}),
     "total": (total, inner),
     **{
@@ -305,32 +262,15 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "a kernel of its own": (hidden_kernel, lambda: {"inner": nn.Linear(D, D, bias=False)}),
     "and a layer": (hidden_kernel_too, inner),
     "vmap": (vectorised, inner),
-    "checkpoint": (checkpointed, inner),
-    "twice": (twice, inner),
     "pairs": (pairs, lambda: {"wide": nn.Linear(2 * D, D)}),
     "windows": (windows, lambda: {**inner(), "places": torch.randn(4, D)}),
-    "stretched": (stretched, inner),
-    "tiled": (tiled, inner),
     "mixed tokens": (square_of_batch, lambda: {"mix": torch.randn(8, 8)}),
     "a batch norm of its own": (own_batch_norm, with_gain),
-    "experts": (
-        by_expert,
-        lambda: {"experts": nn.ModuleList([nn.Linear(D, D) for _ in range(3)])},
-    ),
     "capacity": (capacity, inner),
 }
 MEETING = {
-    *(
-        "mean before",
-        "mean after",
-        "loudest",
-        "faint",
-        "gated",
-        "neighbour",
-        "attention over the batch",
-    ),
-    *("contrast", "total", "dead", "large batches", "a batch norm of its own", "capacity"),
-    "shuffled",
+    *("mean before", "mean after", "faint", "gated", "contrast", "total", "dead", "shuffled"),
+    *("large batches", "a batch norm of its own", "capacity"),
 }
 """Samples meet there: a sample alone has another loss."""
 
