@@ -244,9 +244,10 @@ def test_samples_that_are_sorted(kind: str) -> None:
     """
     equal, others = torch.full((6,), 6), torch.tensor([2, 6, 5, 1, 4, 3])
     own = {"a": linear(), "b": linear(), "g": torch.rand(D), "w": torch.randn(D, D)}
-    model = Made(SORTS[kind], **own)
-    for _ in range(2):
-        right_or_named(model, (torch.randn(6, D), others), 6)
+    for first in (others, torch.arange(6, 0, -1)):  # which is in order already
+        model = Made(SORTS[kind], **own)
+        for lengths in (first, others):
+            right_or_named(model, (torch.randn(6, D), lengths), 6)
     model = Made(SORTS[kind], **own)
     for lengths in (equal, others):
         x = torch.randn(6, D), lengths
