@@ -355,3 +355,18 @@ def test_chosen_rows_in_another_order(moved: Any, gathers: bool) -> None:
         x[..., 0] = -x[..., 0].abs()
         x[:n, 0, 0] = 1.0
         right_or_named(model, x, 6)
+
+
+@pytest.mark.parametrize("T", [3, 4, 5])
+def test_rows_of_stacked_samples_are_no_tokens_of_one(T: int) -> None:
+    """Each sample goes through a layer alone, and may have as many tokens as there are samples."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = torch.stack([m.a(own).tanh() for own in x])
+        return h[:, -1] * m.gain + m.b(h[:, 0])  # type: ignore[no-any-return]
+
+    model = Made(run, a=linear(), b=linear(), gain=torch.rand(D))
+    for B in (4, 3, 5):
+        x = torch.randn(B, T, D)
+        table = gnsfast.learn(model, x, take=lambda x, samples: x[samples])
+        assert len(right_or_named(model, x, B, table=table)) == 5
