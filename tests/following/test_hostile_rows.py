@@ -362,11 +362,18 @@ def test_rows_of_stacked_samples_are_no_tokens_of_one(T: int) -> None:
     """Each sample goes through a layer alone, and may have as many tokens as there are samples."""
 
     def run(m: Any, x: Tensor) -> Tensor:
-        h = torch.stack([m.a(own).tanh() for own in x])
-        return h[:, -1] * m.gain + m.b(h[:, 0])  # type: ignore[no-any-return]
+        h = torch.stack([m.a(own).tanh() for own in m.b(x)])
+        return h[:, -1] * m.gain  # type: ignore[no-any-return]
 
     model = Made(run, a=linear(), b=linear(), gain=torch.rand(D))
     for B in (4, 3, 5):
         x = torch.randn(B, T, D)
         table = gnsfast.learn(model, x, take=lambda x, samples: x[samples])
         assert len(right_or_named(model, x, B, table=table)) == 5
+
+
+def test_a_loop_over_samples_of_the_batch_itself() -> None:
+    """Shapes do not tell that its calls take samples, through which no gradient goes."""
+    model = Made(lambda m, x: torch.stack([m.a(own) for own in x]).tanh(), a=linear())
+    assert not gnsfast.learn(model, torch.randn(4, 6, D)).proofs
+    assert not right_or_named(model, torch.randn(4, 6, D), 4)
