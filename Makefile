@@ -28,7 +28,7 @@ JIT_TESTS_80 := $(addprefix tests/triton_kernels/test_,triton_linear.py linear_f
 	triton_sizes.py::test_linear)
 JIT := PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --assert=plain -p no:warnings \
 	-p fake_gpu -n 2 --dist worksteal
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(SLOWEST)
 NOT_SLOW := -m "not slow"
 OUT ?= .gpu
 LIMIT ?= 3600
@@ -49,7 +49,7 @@ test: $(PEERS)  ## before a commit: all tests but those marked slow, the layers'
 	$(MAKE) --no-print-directory reference-test triton-test
 
 test-all: $(PEERS)  ## what CI runs: the slow tests too, the kernels through Triton's compiler, some tests against the wheel
-	$(MAKE) --no-print-directory NOT_SLOW= test jit-test wheel-test
+	$(MAKE) --no-print-directory NOT_SLOW= SLOWEST=--durations=10 test jit-test wheel-test
 
 test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, compilers, and what takes a second
 	$(PYTEST) -q --durations=5 -m "not dist and not second and not slow" -k "not compile" \

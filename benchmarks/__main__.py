@@ -2,7 +2,8 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``families``: of which of transformers' architectures the norms are right;
 ``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
-weights of a training run; ``updates``: what whole updates of small models cost.
+weights of a training run; ``updates``: what whole updates of small models cost; ``host``: what a
+layer costs in Python.
 """
 
 import argparse
@@ -12,8 +13,8 @@ import torch
 
 from benchmarks import compare, readme, record
 from benchmarks.budgets import parts as budgets
+from benchmarks.cpu import host, updates
 from benchmarks.cpu import parts as cpu
-from benchmarks.cpu import updates
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
 from benchmarks.studies import intervals, present
@@ -41,6 +42,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
     "updates": (updates, "of small models; two minutes"),
+    "host": (host, "what a layer costs in Python; a minute"),
     "families": (sweep, "what of transformers is right"),
     "budgets": (budgets, "committed counts that may not grow"),
     "compare": (compare, "two records: what changed by more than its noise"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks readme``: writes what the newest record says between ``<!-- benchmarks:
-NAME -->`` and ``<!-- end -->`` in README.md, and the figure; ``--check`` only compares.
+NAME -->`` and ``<!-- end -->`` in README.md, and the figure, and for the name ``processors`` what
+all records say; ``--check`` only compares.
 """
 
 import argparse
@@ -12,13 +13,15 @@ import textwrap
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import figures, record
+from benchmarks import figures, processors, record
 from benchmarks.figures import OURS, Steps
 from benchmarks.record import Record
 
 README = record.RESULTS.parents[1] / "README.md"
 BUDGETS = record.RESULTS.parent / "budgets"
 MARKED = re.compile(r"(<!-- benchmarks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PROCESSORS = "processors"
+"""The block that is of all records."""
 WIDTH = 120
 ROWS = 3
 """Most rows of the table; the others are named below it."""
@@ -45,10 +48,17 @@ def run(options: argparse.Namespace) -> None:
 def update(readme: Path, results: Path, check: bool = False) -> list[Path]:
     """The files that differ from what the records give; written, unless it is a ``check``."""
     text = readme.read_text(encoding="utf-8")
-    found = {marked[1]: _newest(marked[1], results) for marked in MARKED.findall(text)}
+    names = {marked[1] for marked in MARKED.findall(text)} - {PROCESSORS}
+    found = {name: _newest(name, results) for name in names}
     if not found:
         raise ValueError(f"{readme} has no lines <!-- benchmarks: cpu --> and <!-- end -->")
-    new = MARKED.sub(lambda m: f"{m[1]}{block(found[m[2]], readme.parent)}\n{m[4]}", text)
+
+    def written(marked: re.Match[str]) -> str:
+        if marked[2] == PROCESSORS:
+            return f"{marked[1]}{processors.block(results, readme.parent)}\n{marked[4]}"
+        return f"{marked[1]}{block(found[marked[2]], readme.parent)}\n{marked[4]}"
+
+    new = MARKED.sub(written, text)
     stale = [readme] if new != text else []
     for each in found.values():
         figure = each.path.with_suffix(".svg")

@@ -15,25 +15,21 @@ GROUPS = "groups of samples (or clusters)"
 TIED = "a weight that it shares"
 REPEATED = "several uses in one pass"
 TENSOR_PARALLEL = "tensor parallelism"
-PIPELINE = "pipeline stages"
 SHARDED = "sharded parameters (FSDP2)"
 COMPILED = "torch.compile"
 CUDA = "a GPU"
 
 FEATURES = (
     *(REPEATED, DOCUMENTS, MICRO_BATCHES, GROUPS, TIED),
-    *(TENSOR_PARALLEL, PIPELINE, SHARDED, COMPILED, CUDA),
+    *(TENSOR_PARALLEL, SHARDED, COMPILED, CUDA),
 )
 
 WHOLE = "a hook must see the whole gradient of one process, as under DistributedDataParallel"
 
 APART: dict[frozenset[str], str] = {
-    **{frozenset((DOCUMENTS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
-    **{frozenset((GROUPS, each)): "" for each in (TENSOR_PARALLEL, PIPELINE)},
-    **{frozenset((TENSOR_PARALLEL, each)): "" for each in (TIED, REPEATED)},
-    frozenset((REPEATED, PIPELINE)): "",
+    **{frozenset((TENSOR_PARALLEL, each)): "" for each in (DOCUMENTS, GROUPS, TIED, REPEATED)},
     frozenset((REPEATED, COMPILED)): "a graph cannot know which use is the last",
-    **{frozenset((MICRO_BATCHES, each)): WHOLE for each in (SHARDED, TENSOR_PARALLEL, PIPELINE)},
+    **{frozenset((MICRO_BATCHES, each)): WHOLE for each in (SHARDED, TENSOR_PARALLEL)},
 }
 """Pairs that do not go together -> the reason, or an empty string."""
 

@@ -14,9 +14,9 @@ def template(folder: str, name: str, **filters: Any) -> "jinja2.Template":
     on it, does not import it either.
 
     >>> from gnsfast.templates import template
-    >>> lines = template("gnsfast.critical_batch", "lightning.jinja")
-    >>> print(lines.render(factors={0: 1.0}).splitlines()[0])
-    FACTORS = {0: 1.0}  # epoch: factor of the learning rate
+    >>> lines = template("gnsfast.critical_batch", "torchtitan.jinja")
+    >>> print(lines.render(stages={0: (1, 1.0)}).splitlines()[3])
+    STAGES = {0: (1, 1.0)}
     """
     import jinja2
 

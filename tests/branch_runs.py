@@ -2,10 +2,8 @@
 """Runs to branch: one whose losses are written down, and a small real one."""
 
 import json
-import multiprocessing
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -78,42 +76,12 @@ def out_of_memory() -> ScriptedRun:
     return ScriptedRun({**LEVELS, 16: RuntimeError("no memory")})
 
 
-class Loads(ScriptedRun):
-    """Its samples come from a process of its own, as a DataLoader's workers do."""
-
-    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
-        worker = multiprocessing.get_context("fork").Process(target=int)
-        worker.start()
-        worker.join()
-        yield from super().train(tokens, batch_size=batch_size, lr_factor=lr_factor)
-
-
 def killed() -> ScriptedRun:
     """Its process is, in batches of 16."""
     run = ScriptedRun()
     run.random.seed(5)
     run.die = "step 16 480"
     return run
-
-
-class Waiting(ScriptedRun):
-    """Says which process it trains in, and never ends."""
-
-    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
-        Path(os.environ["WAITING"]).write_text(str(os.getpid()))
-        while True:
-            time.sleep(0.01)
-        yield BranchStep(0, 0.0)
-
-
-def wait_forever() -> None:
-    next(Waiting().train(10, batch_size=8, lr_factor=1.0))
-
-
-def hold() -> None:
-    """For half a minute it lets no other thread of its process run."""
-    Path(os.environ["WAITING"]).write_text(str(os.getpid()))
-    re.match("(a+)+$", "a" * 27 + "b")
 
 
 class Stream:
@@ -188,14 +156,19 @@ class Logged(ScriptedRun):
             yield step
 
 
+DEATHS = {4: 11, 8: 5, 16: 3}
+"""The steps of branches, by their batch size, in which a ``mortal`` run is killed, once each."""
+
+
 def mortal() -> TorchRun:
-    """The small run after five steps. Its process is killed in the third step of batches of 16."""
-    run, died = trained(), Path(os.environ["STEPS"] + ".died")
+    """The small run after five steps, whose process is killed once in each branch."""
+    run, at = trained(), Path(os.environ["STEPS"])
 
     def train(tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
         for step in TorchRun.train(run, tokens, batch_size=batch_size, lr_factor=lr_factor):
             note(run, batch_size)
-            if batch_size == 16 and run.tokens == 400 + 3 * 160 and not died.exists():
+            died = at.with_name(f"died-{batch_size}")
+            if run.tokens == 400 + DEATHS[batch_size] * 10 * batch_size and not died.exists():
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield step
@@ -222,7 +195,7 @@ def sharded_run(wrap: str, **options: Any) -> TorchRun:
 
 
 def launched_run() -> TorchRun:
-    """As torchrun and srun start it, after five steps."""
+    """As torchrun starts it, after five steps."""
     torch.distributed.init_process_group("gloo")
     run = sharded_run("fsdp")
     list(run.train(400))

@@ -236,7 +236,7 @@ def test_the_guide_shows_the_table() -> None:
 
     rows = (DOCUMENTS, GROUPS, TIED, REPEATED, table.MICRO_BATCHES)
     names = ["documents", "groups", "shared weight", "several uses", "Adam's, sign, spectral"]
-    columns = (*rows[:4], TENSOR_PARALLEL, table.PIPELINE, table.SHARDED, table.COMPILED)
+    columns = (*rows[:4], TENSOR_PARALLEL, table.SHARDED, table.COMPILED)
     for name, row in zip(names, rows, strict=True):
         cells = ("" if row == column else cell(row, column) for column in columns)
         line = f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |")

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_combinations import MEMBERS, STARTS, B, D, T, floats
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -17,8 +16,6 @@ import gnsfast
 from gnsfast.combinations import (
     DOCUMENTS,
     GROUPS,
-    MICRO_BATCHES,
-    PIPELINE,
     TENSOR_PARALLEL,
     TIED,
     reason,
@@ -60,11 +57,3 @@ def test_tensor_parallelism(mesh: Any, feature: str) -> None:
         NotImplementedError, match=re.escape(reason([feature, TENSOR_PARALLEL], "linear"))
     ):
         gnsfast.functional.linear(x, w, None, probe, plans.get(feature, Plan()), links)
-
-
-def test_estimator() -> None:
-    """What a model is asked for as a whole."""
-    gns = gnsfast.GradientNoiseScale(nn.Sequential(nn.Linear(D, 5)), metric="sign")
-    with pytest.raises(NotImplementedError, match=re.escape(reason([MICRO_BATCHES, PIPELINE]))):
-        with gns.microbatch(3, schedule=object()):
-            pass

@@ -102,7 +102,11 @@ def test_commands_and_their_options_exist() -> None:
     for match in found:
         if match[1] is None:
             continue
-        options = {o for each in commands[match[1].strip()].params for o in each.opts}
+        command = commands[match[1].strip()]
+        parts = getattr(command, "commands", {"": command}).values()
+        options = {
+            o for part in parts for each in part.params for o in (*each.opts, *each.secondary_opts)
+        }
         arguments = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", match[2] or "")
         used = set(re.findall(r"(?<= )--[a-z-]+", arguments))
         assert used <= {*options, "--help"}, match[0]

@@ -3,11 +3,14 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
+
+from gnsfast.integrations.transformers import GNSCallback
 
 V, T = 23, 5
 TRAINERS = {"data_collator", "eval_dataset", "optimizers", "callbacks", "compute_loss_func"}
@@ -121,3 +124,56 @@ def trained(trainer: hf.Trainer, **options: Any) -> dict[str, Tensor]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """To the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class Begun(hf.TrainerCallback):
+    """Stops ``trainer.train()`` before its first step; the data loader is what it raises."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise InterruptedError(kwargs["train_dataloader"])
+
+
+def by_loop(trainer: hf.Trainer, controller: Any, epochs: int = 5) -> list[Any]:
+    """The batch sizes of a controller by a loop over Trainer's own steps: of each the count of
+    first steps, its loss and learning rate. Measured too, since a weight's gradient is rounded
+    otherwise while it is.
+    """
+    with patch.object(trainer.callback_handler, "callbacks", [Begun()]):
+        try:
+            trainer.train()
+        except InterruptedError as begun:
+            loader = begun.args[0]
+    grown = [(d.tokens, d.new) for d in controller.decisions if d.new != d.old]
+    accumulation, steps, lag, groups = 2, [], 0, trainer.optimizer.param_groups
+    per_epoch, device, args = len(loader), trainer.args.device, trainer.args
+    of_epoch = -(-per_epoch // 2)
+    with GNSCallback().watching(trainer):
+        for epoch in range(epochs):
+            loader.set_epoch(epoch)
+            batches, taken = iter(loader), 0
+            while taken < per_epoch:
+                before = epoch * of_epoch + taken // 2
+                for group, scale in zip(groups, trainer.lr_scheduler.lr_lambdas):
+                    group["lr"] = group["initial_lr"] * scale(before - lag)
+                    group["lr"] *= (accumulation / 2) ** 0.5
+                number = min(accumulation, per_epoch - taken)
+                with patch.object(args, "gradient_accumulation_steps", accumulation):
+                    inputs, items = trainer.get_batch_samples(batches, number, device)
+                    trainer.current_gradient_accumulation_steps = number
+                    losses = []
+                    for k, each in enumerate(inputs, 1):
+                        trainer.accelerator.gradient_state._set_sync_gradients(k == number)
+                        losses.append(trainer.training_step(trainer.model_wrapped, each, items))
+                if args.max_grad_norm > 0:
+                    trainer._clip_grad_norm(trainer.model_wrapped)
+                trainer.optimizer.step()
+                trainer.model_wrapped.zero_grad()
+                taken += number
+                now = epoch * of_epoch + -(-taken // 2)
+                lag += (now - before) * trainer.accelerator.optimizer_step_was_skipped
+                loss = float(torch.stack(losses).double().sum())
+                steps.append((now, loss, groups[0]["lr"]))
+                tokens = (epoch * 25 + min(2 * taken, 25)) * T
+                if grown and grown[0][0] == tokens:
+                    accumulation = grown.pop(0)[1] // 2
+    return steps

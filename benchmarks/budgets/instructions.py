@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions that gnsfast adds on a CPU, counted by valgrind's callgrind: a busy machine
-counts what an idle one does.
+"""Instructions that a step with gnsfast executes on a CPU, counted by valgrind's callgrind: a busy
+machine counts what an idle one does.
 
 ``count()`` runs this file under valgrind, which shows a program the same processor (AVX2) wherever
 it runs. Nothing is counted until the file asks for it, after start, imports and first calls.
+What torch's libraries of products execute is left out: they choose their way by themselves.
 """
 
 import ctypes
 import gc
+import importlib.util
 import mmap
 import platform
 import re
@@ -15,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -28,9 +31,10 @@ import gnsfast
 from benchmarks import apart
 from benchmarks.budget import Budget, Rows
 from benchmarks.networks import GPT, gpt_case, perceptron_case
+from gnsfast.ops import cpu
 
 WARM_UP = 8  # after which CPython has specialised a function's bytecode
-CALLS = 3  # counted one by one: they differ by up to 0.5 %, their least by 0.25 % from run to run
+CALLS = 3  # counted one by one; the first pays for what valgrind has not translated
 
 AUDITED = 5  # passes after which every parameter of the cases was audited
 
@@ -56,12 +60,13 @@ def layer(make: Callable[[], nn.Module], x: Tensor, dy: Tensor) -> Runs:
     return run_plain, run_ours
 
 
-def linear(B: int, T: int) -> Runs:
-    """A wide output: an extra pass over dy is 3 % of what gnsfast adds. A narrow input: valgrind
-    takes long for a GEMM.
+def linear(B: int, T: int, I: int = 4, gram: bool = False) -> Runs:
+    """A wide output: an extra pass over dy is 3 % of what torch executes. A narrow input and few
+    tokens: valgrind takes long for the arithmetic of a product. ``gram``: whose norms are Gram's.
     """
-    x, dy = torch.randn(B, T, 4, requires_grad=True), torch.randn(B, T, 256)
-    return layer(lambda: nn.Linear(4, 256), x, dy)
+    assert cpu.takes_gram("avx2", B, T, I, 256) == gram
+    x, dy = torch.randn(B, T, I, requires_grad=True), torch.randn(B, T, 256)
+    return layer(lambda: nn.Linear(I, 256), x, dy)
 
 
 def embedding() -> Runs:
@@ -134,18 +139,21 @@ def asked() -> Runs:
 
 
 CASES: dict[str, Callable[[], Runs]] = {
-    "Linear, closed form": lambda: linear(1024, 1),
-    "Linear, Gram": lambda: linear(256, 4),
-    "Linear, fused": lambda: linear(16, 64),
+    "Linear, closed form": lambda: linear(256, 1),
+    "Linear, Gram": lambda: linear(64, 2, 16, gram=True),
+    "Linear, fused": lambda: linear(4, 64),
     "Embedding": embedding,
-    "LayerNorm, short samples": lambda: layer_norm(16, 64),
-    "LayerNorm, long samples": lambda: layer_norm(4, 256),
+    "LayerNorm, short samples": lambda: layer_norm(8, 64),
+    "LayerNorm, long samples": lambda: layer_norm(2, 256),
     "GPT step": lambda: estimator(*gpt_case(TinyGPT)),
     "GPT step, asked": asked,
     "GPT-2 step, 3 blocks": lambda: estimator(*gpt_case(TinyGPT2)),
     "Perceptron, norms": lambda: norms(*perceptron_case()),
     "Perceptron, estimator": lambda: estimator(*perceptron_case()),
 }
+
+MKL = ("mkl_", "mm_", "SGEMM", "cblas_", "0x")
+"""Beginnings of its functions inside of torch; some have no name, as none of torch's."""
 
 # How a program speaks to valgrind, as machine code, so that no compiler is needed: mov rax, rdi;
 # xor edx, edx; rol rdi by 3, 13, 61 and 51, which is valgrind's mark; xchg rbx, rbx; mov rax, rdx;
@@ -191,7 +199,15 @@ def here(rows: Rows) -> Budget:
     versions = {"torch": torch.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True).stdout
     build = f"Python {sys.version}, {' '.join(platform.libc_ver())}, {valgrind.strip()}"
-    return Budget(versions, rows, build)
+    return Budget(versions | {"compiler": compiler()}, rows, build)
+
+
+def compiler() -> str:
+    """What the CPU kernels here were compiled by."""
+    kernels = importlib.util.find_spec("gnsfast._cpu")
+    assert kernels is not None and kernels.origin is not None, "gnsfast has no CPU kernels here"
+    marks = re.findall(rb"(GCC: [^\0]*|clang version [^\0 ]*)", Path(kernels.origin).read_bytes())
+    return ", ".join(sorted({mark.decode() for mark in marks})) or "unknown"
 
 
 def count() -> Budget:
@@ -199,23 +215,59 @@ def count() -> Budget:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
-        command += [f"--callgrind-out-file={out}"]
+        command += ["--dump-line=no", "--compress-strings=no", f"--callgrind-out-file={out}"]
         environment = apart.without_settings(
             PYTHONHASHSEED="0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
         )
+        environment.pop("ATEN_CPU_CAPABILITY", None)
         apart.printed("budgets.instructions", environment=environment, under=command)
-        totals = iter([_total(f"{out}.{i + 1}") for i in range(2 * CALLS * len(CASES))])
+        calls = iter([by_part(Path(f"{out}.{i + 1}")) for i in range(2 * CALLS * len(CASES))])
         for name in CASES:
-            plain, ours = (min(islice(totals, CALLS)) for _ in range(2))
-            rows[name] = {"plain": plain, "gnsfast": ours, "added": ours - plain}
+            plain, ours = (least(list(islice(calls, CALLS))) for _ in range(2))
+            rows[name] = {
+                "plain": plain["host"],
+                "host": ours["host"] - plain["host"],
+                "torch": ours["torch"],
+                "kernels": ours["kernels"],
+            }
     return here(rows)
 
 
-def _total(path: str) -> int:
-    """Out of the file that callgrind wrote."""
-    found = re.search(r"^totals: (\d+)", Path(path).read_text(), re.MULTILINE)
-    assert found is not None, f"{path} has no totals"
-    return int(found[1])
+def least(calls: list[Counter[str]]) -> Counter[str]:
+    return Counter({part: min(call[part] for call in calls) for part in calls[0]})
+
+
+def part_of(library: str, function: str) -> str:
+    """Who executes a function: our ``kernels``; ``torch``'s operators; MKL and oneDNN, which choose
+    their ``products`` by the processor; or the ``host``: interpreter, bindings, memory.
+    """
+    name = library.rpartition("/")[2]
+    if name.startswith("_cpu."):
+        return "kernels"
+    if name == "???" or "dnnl" in function:  # no library has the code that oneDNN writes
+        return "products"
+    if name.startswith("libtorch_cpu"):
+        return "products" if function.startswith(MKL) else "torch"
+    return "host"
+
+
+def by_part(path: Path) -> Counter[str]:
+    """Instructions of each part, out of a file that callgrind wrote."""
+    counts: Counter[str] = Counter()
+    library, part, called = "", "", False
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition("=")
+        if key == "ob":
+            library = value
+        elif key == "fn":
+            part = part_of(library, value)
+        elif called or key == "calls":  # the line after it has the cost of what was called
+            called = key == "calls"
+        elif re.match(r"[+*\-\d]", line):
+            counts[part] += int(line.split()[1])
+    total = re.search(r"^summary: (\d+)", path.read_text(), re.MULTILINE)
+    assert total is not None and counts.total() == int(total[1]), f"{path} is not read in full"
+    return counts
 
 
 if __name__ == "__main__":

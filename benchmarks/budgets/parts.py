@@ -56,7 +56,11 @@ def run(options: argparse.Namespace) -> None:
                 short.append(f"{name}: not compared: {why}; to renew it: {budget.renew(name)}")
             else:
                 grown += (found := budget.complaints(then, now))
-                short.append(f"{name}: " + ("\n".join(found) or "within its margins"))
+                left_out = budget.not_compared(then, now).items()
+                notes = [f"; {column} is not compared: {why}" for column, why in left_out]
+                short.append(
+                    f"{name}: " + ("\n".join(found) or "within its margins") + "".join(notes)
+                )
     print("\n" + "\n".join(short))
     if grown:
         raise SystemExit(1)

@@ -55,13 +55,6 @@ void pack_panels(const Bfloat16* from, const Side& side, int tokens, int64_t col
   }
 }
 
-// What the bias and samples of one token need of 32 columns: they take the float32 kernel's way.
-inline void add_panel(const Bfloat16* from, const Side& side, const Chunk& chunk, int columns,
-                      float* panel, const Sums& sums, int64_t column) {
-  pack_numbers<kColumns>(from, side, chunk.tokens, columns, panel);
-  add_tokens<kColumns>(panel, chunk, sums, column);
-}
-
 // A tile's product with one chunk.
 inline void multiply(const Bfloat16* left, const Bfloat16* right, int steps, float* to) {
   constexpr int kBytes = 64, kRegister = kHalf * kHalf;
@@ -163,11 +156,8 @@ inline void run(Work& work, int index, char* memory) {
     const int steps = times(chunk.tokens, kTile);
     pack_panels<true>(left_data + block.top * left.stride_n, left, chunk.tokens,
                       block.bottom - block.top, at.left);
-    for (int64_t o = block.top; left_sums.total && o < block.bottom; o += kTile) {
-      add_panel(left_data + o * left.stride_n, left, chunk, count(block.bottom, o, kTile), at.panel,
-                left_sums, o - block.top);
-    }
-    left_sums.end_chunk(chunk);
+    add_side(left_data + block.top * left.stride_n, left, chunk, left_sums, at.panel);
+    add_side(right_data + block.left * right.stride_n, right, chunk, right_sums, at.panel);
     Squares found;
     for (int64_t i = block.left; i < block.right; i += kTile) {
       const int columns = count(block.right, i, kTile);
@@ -176,9 +166,6 @@ inline void run(Work& work, int index, char* memory) {
       if (!in_group) {
         pack_panels<false>(from, right, chunk.tokens, std::min<int64_t>(kGroup, block.right - i),
                            at.right);
-      }
-      if (right_sums.total) {
-        add_panel(from, right, chunk, columns, at.panel, right_sums, i - block.left);
       }
       for (int64_t o = block.top; o < block.bottom; o += kTile) {
         const int rows = count(block.bottom, o, kTile);
@@ -202,7 +189,6 @@ inline void run(Work& work, int index, char* memory) {
         if (chunk.final) write(call, first, rows, columns, at.tile);
       }
     }
-    right_sums.end_chunk(chunk);
     found.note(work, index, chunk);
   }
   left_sums.end(call.B);

@@ -51,7 +51,8 @@ struct Operand {
   Side side{};
 
   Operand(int64_t B, int64_t T, int64_t N, bool bfloat16, bool flat) {
-    const int64_t step = one_of({1, 1, 2}), row = N * step + one_of({0, 3});
+    const int64_t step = one_of({1, 1, 2});
+    const int64_t row = std::max<int64_t>(N * step + one_of({0, 3}), one_of({0, 0, 1024}));
     const int64_t sample = T * row + (flat ? 0 : one_of({0, 5}));
     values.assign(B * sample, kNan);
     for (int64_t b = 0; b < B; ++b) {

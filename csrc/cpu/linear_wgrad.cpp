@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dW is cut into tiles that fit into a processor's vector registers. A tile takes all tokens of a
-// sample, is squared, is added to dW, and takes the next sample:
+// sample, is squared, is added to dW, and takes the next sample. A side that few tiles read is not
+// packed, but read where it lies:
 //
 //                 right: [tokens, kColumns], packed
 //                 ┌──────────────┐

@@ -13,13 +13,16 @@ namespace gnsfast::cpu {
 namespace {
 
 constexpr int kTogether = 4;          // rows
+constexpr int64_t kNear = 1 << 11;    // numbers of rows that a second pass reads
 constexpr int64_t kFewVectors = 64;   // of a row are added in float32, then in float64
 constexpr int kParts = 32;            // at least, where there are tokens enough
 constexpr int64_t kTokens = 64;       // of a part of a sample, at least
+constexpr int64_t kPart = 1 << 13;    // numbers of a part of whole samples, at least
 constexpr int64_t kEnough = 1 << 15;  // numbers that are worth a thread
 
 struct Work {
   const NormBackward& call;
+  int rows;          // between the two passes: they stay in the first-level cache
   int64_t parts;     // of a sample
   int64_t count;     // of all
   double* sums;      // [count, 2, padded(F)]
@@ -62,9 +65,13 @@ void finish(const Work& work, int which, float* grad, float* row) {
   std::vector<double> total(F), sample(F);
   for (int64_t index = 0; index < work.count; ++index) {
     const double* own = work.sums + (2 * index + which) * wide;
+    if (work.parts == 1) {
+      for (int64_t k = 0; k < F; ++k) total[k] += own[k];
+      continue;
+    }
     for (int64_t k = 0; k < F; ++k) sample[k] += own[k];
-    if (work.parts > 1 && (index + 1) % work.parts) continue;
-    if (work.parts > 1) row[index / work.parts] = float(sum_of_squares(sample.data(), F));
+    if ((index + 1) % work.parts) continue;
+    row[index / work.parts] = float(sum_of_squares(sample.data(), F));
     for (int64_t k = 0; k < F; ++k) total[k] += std::exchange(sample[k], 0.0);
   }
   for (int64_t b = 0; b < B && work.parts == 1; ++b) row[b] = float(work.squares[2 * b + which]);
@@ -79,12 +86,15 @@ void norm_backward(const NormBackward& call, const std::string& name) {
   const auto run = kKernels[index_of(name)];
   const int64_t F = call.x.N, wide = padded(F), B = call.B;
   const int64_t parts = std::min((kParts + B - 1) / B, std::max<int64_t>(1, call.T / kTokens));
-  const int64_t count = parts > 1 ? B * parts : std::min<int64_t>(B, kParts);
+  const int64_t most = std::min<int64_t>(B, kParts), numbers = B * call.T * F;
+  const int64_t count = parts > 1 ? B * parts : std::clamp<int64_t>(numbers / kPart, 1, most);
   std::vector<double> sums(count * 2 * wide), squares(2 * B);
-  const Work work{call, parts, count, sums.data(), squares.data()};
-  const size_t floats = (2 + 1 + 3 * kTogether) * wide, doubles = 2 * wide;
+  int rows = kFewTokens;
+  while (rows > kTogether && rows * wide > kNear) rows /= 2;
+  const Work work{call, rows, parts, count, sums.data(), squares.data()};
+  const size_t floats = (2 + 1 + 3 * rows) * wide, doubles = 2 * wide;
   const size_t bytes = floats * sizeof(float) + doubles * sizeof(double);
-  const int threads = call.team.for_work(std::min(count, B * call.T * F / kEnough));
+  const int threads = call.team.for_work(std::min(count, numbers / kEnough));
   const auto take = [&](int index, char* memory) { run(work, index, memory); };
   for_each(call.team, threads, int(count), bytes, take);
   float* row = call.rows;

@@ -11,15 +11,17 @@ typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
 constexpr int kFew = kLanes / 2;
 typedef float Few __attribute__((vector_size(kFew * sizeof(float))));
 typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), aligned(4), may_alias));
-typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
 typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
 
 // The first ``count`` lanes; zeros in the others.
-template <class V, class L>
-V first(V v, int count) {
-  L lane;
-  for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
-  return lane < count - L{} ? v : V{};
+inline Vector first(Vector v, int count) {
+  Lanes lane;
+  for (int k = 0; k < kLanes; ++k) lane[k] = k;
+  return lane < count - Lanes{} ? v : Vector{};
+}
+
+inline Few few_at(const float* from, int group) {
+  return *reinterpret_cast<const FewAnywhere*>(from + group * kFew);
 }
 
 template <int kM = kRows, class Call>
@@ -80,25 +82,19 @@ void pack_panels(const Element* from, const Side& side, int tokens, int64_t colu
   }
 }
 
-// A token's next numbers in a packed panel of kWidth columns. It may read the next token's, too.
-template <int kWidth>
-Few next(const float* panel, int group) {
-  const auto v = *reinterpret_cast<const FewAnywhere*>(panel + group * kFew);
-  return first<Few, FewLanes>(v, kWidth - group * kFew);
-}
-
-// Adds the tokens of each sample in a packed panel, whose first column is ``column``.
-template <int kWidth>
-void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_t column) {
-  constexpr int kGroups = (kWidth + kFew - 1) / kFew;
+// Adds the tokens of each sample in kColumns columns, whose first is ``column``. The next token's
+// numbers come ``step`` later.
+inline void add_tokens(const float* from, int64_t step, const Chunk& chunk, const Sums& sums,
+                       int64_t column) {
+  constexpr int kGroups = kColumns / kFew;
   const int tokens = chunk.tokens / chunk.samples;
   auto* square = reinterpret_cast<Doubles*>(sums.squares);
   Doubles total[kGroups] = {};
   const bool single = tokens == 1 && chunk.samples > 1;
   if (single) {  // the loop below takes three times as long for it
-    for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
+    for (int sample = 0; sample < chunk.samples; ++sample, from += step) {
       for (int g = 0; g < kGroups; ++g) {
-        const Doubles v = __builtin_convertvector(next<kWidth>(panel, g), Doubles);
+        const Doubles v = __builtin_convertvector(few_at(from, g), Doubles);
         total[g] += v;
         square[sample * kSquares / kFew] += v * v;
       }
@@ -106,16 +102,16 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
   }
   for (int sample = 0; sample < chunk.samples && !single; ++sample) {
     Doubles sum[kGroups] = {};
-    if (chunk.resume) std::memcpy(sum, sums.carried + column, kWidth * sizeof(double));
+    if (chunk.resume) std::memcpy(sum, sums.carried + column, kColumns * sizeof(double));
     for (int done = 0; done < tokens; done += kFewTokens) {
       Few few[kGroups] = {};
-      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, panel += kWidth) {
-        for (int g = 0; g < kGroups; ++g) few[g] += next<kWidth>(panel, g);
+      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, from += step) {
+        for (int g = 0; g < kGroups; ++g) few[g] += few_at(from, g);
       }
       for (int g = 0; g < kGroups; ++g) sum[g] += __builtin_convertvector(few[g], Doubles);
     }
     if (!chunk.last) {
-      std::memcpy(sums.carried + column, sum, kWidth * sizeof(double));
+      std::memcpy(sums.carried + column, sum, kColumns * sizeof(double));
       return;
     }
     for (int g = 0; g < kGroups; ++g) {
@@ -123,7 +119,25 @@ void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_
       square[sample * kSquares / kFew] += sum[g] * sum[g];
     }
   }
-  for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
+  for (int k = 0; k < kColumns; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
+}
+
+// Adds the tokens of a block's columns in one side, where they lie or in a copy with zeros up to
+// whole panels.
+template <class Element>
+void add_side(const Element* from, const Side& side, const Chunk& chunk, const Sums& sums,
+              float* copy) {
+  for (int64_t k = 0; sums.total && k < sums.columns; k += kColumns) {
+    const Element* const at = from + k * side.stride_n;
+    const int columns = count(sums.columns, k, kColumns);
+    if (std::is_same_v<Element, float> && side.stride_n == 1 && columns == kColumns) {
+      add_tokens(reinterpret_cast<const float*>(at), side.stride_t, chunk, sums, k);
+    } else {
+      pack_numbers<kColumns>(at, side, chunk.tokens, columns, copy);
+      add_tokens(copy, kColumns, chunk, sums, k);
+    }
+  }
+  sums.end_chunk(chunk);
 }
 
 // Of the tiles that a chunk completes. Vectors, as one number for each tile costs short samples more

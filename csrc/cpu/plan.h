@@ -14,7 +14,10 @@ namespace gnsfast::cpu {
 
 constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
 constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
+constexpr int kShortDirect = 200;     // the same where smaller blocks need no more packing
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
+constexpr int kFewAcross = 16, kFewDown = 40;  // tiles that read left, right, faster than it is packed
+constexpr int64_t kCachedDw = 1 << 20;         // numbers of dW that need no prefetching
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
 constexpr int kSquares = 8;           // sums of float64 for a sample: the lanes of a register
@@ -30,13 +33,14 @@ struct Chunk {
 };
 
 struct Tile {
-  const float *left, *right;  // packed panels
+  const float *left, *right;  // columns of a chunk, packed or where they lie
   int rows;                   // of these
-  int64_t right_step;         // from row to row
+  int64_t left_step, right_step;  // from row to row
   float* dw;
   int64_t row_step, column_step;
   int columns;
-  float* part;  // of a long sample, from the chunks before
+  float* part;            // of a long sample, from the chunks before
+  bool prefetch = false;  // dW
 };
 
 // Columns of left, which are rows of dW, and columns of right.
@@ -109,6 +113,7 @@ struct Work {
   bool parts = false;           // whether a sample has several
   int threads = 1;
   Grid grid = {};
+  bool left_packed = true, right_packed = true;
   int kinds = 1;                       // of Found: the first one, or all
   std::vector<double> all_found = {};  // [blocks, kinds, B + 1]
 
@@ -123,6 +128,12 @@ inline int count(int64_t size, int64_t from, int most) {
 }
 
 inline int times(int64_t size, int64_t part) { return static_cast<int>((size + part - 1) / part); }
+
+// Whether few tiles read a side faster where it lies than packed. Rows that are pages apart would
+// evict each other from the first-level cache.
+inline bool direct(const LinearWgrad& call, const Side& side) {
+  return !call.bfloat16 && side.stride_n == 1 && side.stride_t % 1024 != 0;
+}
 
 // Whole panels, but for the last ones of each side.
 inline Block block_of(const Work& work, int index) {
@@ -217,7 +228,7 @@ inline Sums sums_of(Work& work, int index, bool left, double* memory) {
   const Block block = block_of(work, index);
   const bool bias = call.db && call.bias_of_right != left;
   if ((left ? block.left : block.top) > 0 || !(bias || work.closed)) return {};
-  const int width = left ? work.kernel.rows : work.kernel.columns;
+  const int width = work.kernel.columns;
   const int64_t first = left ? block.top : block.left;
   Sums sums{};
   sums.squares = memory;
@@ -242,9 +253,13 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
   }
   work.threads = call.team.for_work(products / kEnough);
   // Short samples come back to a block's part of dW after few products.
-  const bool dw_cached = work.samples == 1 && work.tokens < kShort;
+  const bool both = direct(call, call.left) && direct(call, call.right);
+  const int few = both ? kShortDirect : kShort;
+  const bool dw_cached = work.samples == 1 && work.tokens < few;
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
+  work.left_packed = !direct(call, call.left) || work.grid.widest > kFewAcross;
+  work.right_packed = !direct(call, call.right) || work.grid.tallest > kFewDown;
   if (call.db || closed) work.kinds = kFound;
   work.all_found.assign(int64_t{work.grid.blocks()} * work.kinds * (call.B + 1), 0.0);
   return work;

@@ -20,16 +20,18 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) s[m][v] = Vector{};
   }
-  if (chunk.last) {
+  float* const dw = a.dw;  // copies, which the compiler would else read again after each store
+  const int64_t step = a.row_step;
+  if (chunk.last && a.prefetch) {
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
-      const float* row = a.dw + m * a.row_step;
+      const float* row = dw + m * step;
       for (int k = 0; k < kColumns; k += kCacheLine) __builtin_prefetch(row + k, 1);
       __builtin_prefetch(row + kColumns - 1, 1);
     }
   }
   const float *left = a.left, *right = a.right;
-  for (int t = 0; t < a.rows; ++t, left += kM, right += a.right_step) {
+  for (int t = 0; t < a.rows; ++t, left += a.left_step, right += a.right_step) {
     Vector r[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) r[v] = load(right + v * kLanes);
@@ -54,22 +56,30 @@ void add_tile(const Tile& a, const Chunk& chunk, Squares& squares) {
     }
     return;
   }
-  Vector sample[kVectors] = {}, total[kVectors] = {};
+  const auto each = [&](const auto& of) {
 #pragma GCC unroll 16
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      // Where right has zeros for columns, an infinite left made NaNs.
-      if (a.columns < kColumns) s[m][v] = first<Vector, Lanes>(s[m][v], a.columns - v * kLanes);
-      float* to = a.dw + m * a.row_step + v * kLanes;
-      const Vector sum = chunk.first ? s[m][v] : s[m][v] + load(to);
-      store(to, sum);
-      sample[v] += s[m][v] * s[m][v];
-      if (chunk.final) total[v] += sum * sum;
+      for (int v = 0; v < kVectors; ++v) of(m, v, s[m][v]);
     }
+  };
+  const auto add_squares = [&](Wide& to) {
+    constexpr int kSums = kM > 6 ? 2 : 1;  // of each column: a sum waits for the one before
+    Vector sums[kSums][kVectors] = {};
+    each([&](int m, int v, const Vector& x) { sums[m % kSums][v] += x * x; });
+    for (int v = 0; kSums > 1 && v < kVectors; ++v) sums[0][v] += sums[kSums - 1][v];
+    add(to, sums[0]);
+  };
+  // One condition for all registers: one for each costs short samples as much as their product.
+  if (a.columns < kColumns) {  // where right has zeros for columns, an infinite left made NaNs
+    each([&](int, int v, Vector& x) { x = first(x, a.columns - v * kLanes); });
   }
-  add(squares.sample, sample);
-  if (chunk.final) add(squares.total, total);
+  add_squares(squares.sample);
+  if (!chunk.first) {
+    each([=](int m, int v, Vector& x) { x += load(dw + m * step + v * kLanes); });
+  }
+  each([=](int m, int v, const Vector& x) { store(dw + m * step + v * kLanes, x); });
+  if (chunk.final) add_squares(squares.total);
 }
 
 // ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
@@ -94,7 +104,7 @@ void add_beside(const Tile& tile, const Chunk& chunk, Squares& squares) {
 // A thread's memory, cut up.
 struct Memory {
   float *left_panels, *right_panels, *parts;
-  float* panel;                    // whose tokens are added, if the packed ones hold no numbers
+  float* panel;                    // a copy, whose tokens are added
   double *left_sums, *right_sums;  // squares, total, carried
   size_t bytes;
 };
@@ -104,11 +114,12 @@ inline Memory memory_of(const Work& work, char* memory) {
   const int64_t tall = int64_t{work.grid.tallest} * kRows;
   const int64_t wide = int64_t{work.grid.widest} * kColumns;
   Memory m{};
-  cut.take(m.left_panels, tall * work.tokens);
-  cut.take(m.right_panels, std::min<int64_t>(kGroup, wide) * work.tokens);
+  const int64_t group = work.right_packed ? std::min<int64_t>(kGroup, wide) : kColumns;
+  cut.take(m.left_panels, work.left_packed ? tall * work.tokens : 0);
+  cut.take(m.right_panels, group * work.tokens);
   cut.take(m.parts, work.parts ? tall * wide : 0);
   cut.take(m.panel, kColumns * (work.tokens + 1));
-  cut.take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
+  cut.take(m.left_sums, 2 * (tall + kColumns) + int64_t{work.samples} * kSquares);
   cut.take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
   m.bytes = cut.bytes;
   return m;
@@ -116,7 +127,7 @@ inline Memory memory_of(const Work& work, char* memory) {
 
 inline size_t bytes_of(const Work& work) { return memory_of(work, nullptr).bytes; }
 
-// All chunks of a block of tiles. The left panels of a chunk and a group of right panels stay in the
+// All chunks of a block of tiles. What a chunk takes of left, and a group of right panels, stay in the
 // second-level cache, a right panel in the first-level one.
 template <class Packed, class Element>
 void walk(Work& work, int index, char* memory) {
@@ -127,58 +138,53 @@ void walk(Work& work, int index, char* memory) {
   const Sums left_sums = sums_of(work, index, true, at.left_sums);
   const Sums right_sums = sums_of(work, index, false, at.right_sums);
 
-  // A right panel that one tile reads is not worth packing.
-  const bool packed = !std::is_same_v<Element, float> || right.stride_n != 1 ||
-                      block.bottom - block.top > kRows || right_sums.total;
+  const int64_t tall = block.bottom - block.top, wide = block.right - block.left;
   // A group fills the first-level cache, which few tiles would not refill with what they take.
-  const int64_t group = block.bottom - block.top > 4 * kRows ? kGroup : kColumns;
+  const int64_t group = tall > 4 * kRows ? kGroup : kColumns;
 
   for (const Chunk& chunk : work.chunks) {
-    const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
-    const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
+    const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at +
+                            block.top * left.stride_n;
+    const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at +
+                             block.left * right.stride_n;
     const int packed_rows = times(chunk.tokens, Packed::kTokens);
-    pack_panels<Packed, kRows, false>(left_data + block.top * left.stride_n, left, chunk.tokens,
-                                      block.bottom - block.top, at.left_panels);
-    for (int64_t o = block.top; left_sums.total && o < block.bottom; o += kRows) {
-      with_rows(count(block.bottom, o, kRows), [&](auto rows) {
-        const float* panel = at.left_panels + (o - block.top) * packed_rows;
-        if constexpr (Packed::kTokens > 1) {
-          pack_numbers<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, at.panel);
-          panel = at.panel;
-        }
-        add_tokens<rows>(panel, chunk, left_sums, o - block.top);
-      });
+    add_side(left_data, left, chunk, left_sums, at.panel);
+    add_side(right_data, right, chunk, right_sums, at.panel);
+    if (work.left_packed) {
+      pack_panels<Packed, kRows, false>(left_data, left, chunk.tokens, tall, at.left_panels);
     }
-    left_sums.end_chunk(chunk);
     Squares found;
-    for (int64_t i = block.left; i < block.right; i += kColumns) {
-      const int columns = count(block.right, i, kColumns);
-      const Element* from = right_data + i * right.stride_n;
-      const bool pack_this = packed || columns < kColumns;
-      const int64_t in_group = packed ? (i - block.left) % group : 0;
+    for (int64_t across = 0; across < wide; across += kColumns) {
+      const int columns = count(wide, across, kColumns);
+      const Element* const from = right_data + across * right.stride_n;
+      const bool pack_this = work.right_packed || columns < kColumns;
+      const int64_t in_group = work.right_packed ? across % group : 0;
       if (pack_this && !in_group) {
         pack_panels<Packed, kColumns, true>(from, right, chunk.tokens,
-                                            std::min(group, block.right - i), at.right_panels);
+                                            std::min(group, wide - across), at.right_panels);
       }
-      const float* const panel = at.right_panels + in_group * packed_rows;
-      if (Packed::kTokens > 1 && right_sums.total) {
-        pack_numbers<kColumns>(from, right, chunk.tokens, columns, at.panel);
-        add_tokens<kColumns>(at.panel, chunk, right_sums, i - block.left);
-      } else if (right_sums.total) {
-        add_tokens<kColumns>(panel, chunk, right_sums, i - block.left);
-      }
-      for (int64_t o = block.top; o < block.bottom; o += kRows) {
-        const int rows = count(block.bottom, o, kRows);
-        const int64_t down = o - block.top, across = i - block.left;
+      const bool whole = columns == kColumns && call.column_step == 1;
+      for (int64_t down = 0, next; down < tall; down = next) {
+        int rows = count(tall, down, kRows);
+        if (!work.left_packed && rows < tall - down && 2 * (tall - down) < 3 * kRows) {
+          rows = times(tall - down, 2);  // a tile of few rows takes as long as one of more
+        }
+        next = down + rows;
         const int64_t beside = across * work.grid.tallest * kRows + down * kColumns;
-        const int64_t first = o * call.row_step + i * call.column_step;
-        Tile tile{at.left_panels + down * packed_rows, panel, packed_rows, kColumns,
-                  call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
+        const int64_t first = (block.top + down) * call.row_step +
+                              (block.left + across) * call.column_step;
+        Tile tile{at.left_panels + down * packed_rows, at.right_panels + in_group * packed_rows,
+                  packed_rows, rows, kColumns, call.dw + first, call.row_step, call.column_step,
+                  columns, at.parts + beside};
+        tile.prefetch = call.left.N * call.right.N > kCachedDw;
+        if (!work.left_packed) {
+          tile.left = reinterpret_cast<const float*>(left_data + down);
+          tile.left_step = left.stride_t;
+        }
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
           tile.right_step = right.stride_t;
         }
-        const bool whole = columns == kColumns && call.column_step == 1;
         with_rows(rows, [&](auto m) {
           whole ? add_tile<Packed, m>(tile, chunk, found)
                 : add_beside<Packed, m>(tile, chunk, found);
@@ -186,7 +192,6 @@ void walk(Work& work, int index, char* memory) {
       }
     }
     found.note(work, index, chunk);
-    right_sums.end_chunk(chunk);
   }
   left_sums.end(call.B);
   right_sums.end(call.B);

@@ -17,12 +17,11 @@ inline double sum_of(const Wide& v) {
 }
 
 inline float sum_of(Vector v) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int half = kLanes / 2; half; half /= 2) {
-    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-  }
-  return lanes[0];
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4], sum{};
+  std::memcpy(parts, &v, sizeof v);
+  for (const Four& part : parts) sum += part;
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 inline float value(float x) { return x; }

@@ -2,6 +2,7 @@
 """The commands."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,9 @@ from gnsfast.cli.live import watch
 from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.terminal import show
+from gnsfast.critical_batch import branches
 from gnsfast.interval import Interval
+from gnsfast.parallel import is_first
 
 app = typer.Typer(
     name="gnsfast",
@@ -88,21 +91,70 @@ def schedule_(options: schedule.Options, as_json: Json = False) -> None:
     print_found("schedule.txt", schedule.examine(options), as_json)
 
 
-@app.command("branch")
+class Short(typer.core.TyperGroup):
+    """``gnsfast branch TARGET`` is ``gnsfast branch measure TARGET``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = args[:1] and args[0] not in (*self.commands, "--help")
+        own = ["measure", *args] if given else args
+        return super().parse_args(ctx, own)
+
+
+branching = typer.Typer(cls=Short, no_args_is_help=True)
+app.add_typer(branching, name="branch")
+
+
+@branching.callback()
+def branching_() -> None:
+    """Measure the critical batch size of a run by training branches of it with other batch sizes.
+
+    "gnsfast branch TARGET ..." is short for "gnsfast branch measure TARGET ...".
+    """
+
+
+@branching.command("measure")
 @takes(branch.Options)
 @input_errors()
 def branch_(options: branch.Options, as_json: Json = False) -> None:
-    """Measure the critical batch size of a run by training branches of it with other batch sizes.
+    """Train branches of a run, and apply the rule to their losses.
 
-    Ctrl-C stops it. Run the same command again to continue.
+    Ctrl-C stops it. Run the same command again to continue. Each line that --list prints is a
+    command of its own: run them by xargs -P, a Slurm array or any scheduler.
     """
-    out, factor = options.out, options.factor
+
+    def say(each: branches.Branch) -> None:
+        if is_first():
+            typer.echo(json.dumps(each.record()) if as_json else branch.branch_line(each))
+
     try:
-        say = None if as_json else lambda each: typer.echo(branch.branch_line(each))
-        result = branch.measure(options, say)
+        if options.list:
+            return typer.echo("\n".join(branch.commands(options)))
+        if options.only is not None:
+            return say(branch.train(options))
+        result = branch.measure(options, None if as_json else say)
     except KeyboardInterrupt:
+        out = options.out
         typer.echo(f"gnsfast: stopped. Run the same command again to continue in {out}", err=True)
         raise typer.Exit(130) from None
+    finally:
+        branch.leave_group()
+    print_result(result, options.factor, options.out, as_json)
+
+
+@branching.command("result")
+@takes(branch.ResultOptions)
+@input_errors()
+def result_(options: branch.ResultOptions, as_json: Json = False) -> None:
+    """Apply the rule to the branches that a folder holds."""
+    result = branches.critical_batch_in(options.folder)
+    print_result(result, options.factor, options.folder, as_json)
+
+
+def print_result(
+    result: branches.CriticalBatch, factor: str | None, out: Path, as_json: bool
+) -> None:
+    if not is_first():
+        return
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")
     if factor is not None:
         result.factor(factor).save(out / "factor.json")

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gnsfast branch``: a critical batch size for a run that a file or a module makes."""
+"""``gnsfast branch``: a critical batch size for a run that a file or a module makes. One branch is
+one command.
+"""
 
+import gc
 import importlib
 import importlib.util
+import multiprocessing
+import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, cast
 
+import torch
+import torch.distributed as dist
 from typer import Argument
 
-from gnsfast.arguments import check_choice
-from gnsfast.cli.executors import opened
 from gnsfast.cli.options import Count
 from gnsfast.critical_batch import branches
-from gnsfast.noise_scale import METRICS
+from gnsfast.parallel import process_count
 
 NEEDED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
 
@@ -58,6 +65,11 @@ class Target:
                 f"{self.entry_point}() returned a {type(run).__name__}, which lacks "
                 f"{', '.join(lacking)}. It must return a gnsfast.critical_batch.BranchRun, such as "
                 "a TorchRun"
+            )
+        if process_count() < (started := int(os.environ.get("WORLD_SIZE", 1))):
+            raise TargetError(
+                f"{started} processes were started, but {self.entry_point}() returned a run of "
+                f"{process_count()}: call torch.distributed.init_process_group() in it"
             )
         if (checkpoint := self.checkpoint) is not None:
             if not checkpoint.is_dir():
@@ -102,9 +114,9 @@ def absolute(entry_point: str) -> str:
 
 
 def grid(text: str, name: str = "--k") -> tuple[float, ...]:
-    """``"1/4,0.5,1,2"`` as numbers."""
+    """``"1/4,0.5,1,2x"`` as numbers."""
     try:
-        return tuple(float(Fraction(k.strip())) for k in text.split(","))
+        return tuple(float(Fraction(k.strip().removesuffix("x"))) for k in text.split(","))
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{name} {text!r} is not a list of numbers such as 0.5,1,2,4") from error
 
@@ -125,13 +137,12 @@ class Options:
         loss: Loss to compare: train, or evaluate (what the run evaluates).
         save_every: Tokens between two saves within a branch (no saves).
         workers: Processes that train branches at once; 0 uses this process.
-        executor: Train branches as jobs of submitit (Slurm) or dask.
-        executor_option: NAME=VALUE for --executor: slurm_partition=gpu. May be repeated.
-        launcher: Command that starts a branch: 'torchrun --nproc-per-node 8'.
         noise_scale: Measure the noise scale at the checkpoint.
         repeats: Measurements to average, each on other data.
         factor: Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, sign
             or spectral).
+        list: Print a command for each branch, and train none.
+        only: Train one branch, such as 4x. Then apply the rule by gnsfast branch result OUT.
     """
 
     target: Annotated[str, Argument]
@@ -144,48 +155,78 @@ class Options:
     lr: str = "sqrt"
     loss: str = "train"
     save_every: Count | None = None
-    workers: int = 0
-    executor: str | None = None
-    executor_option: list[str] | None = None
-    launcher: str | None = None
+    workers: int = field(default=0, metadata={"min": 0})
     noise_scale: bool = True
     repeats: int = field(default=1, metadata={"min": 1})
     factor: str | None = None
+    list: bool = False
+    only: Annotated[tuple[float, ...] | None, grid] = None
+
+    def plan(self) -> branches.Plan:
+        rule = self.tolerance, self.alpha, self.lr, self.loss
+        how = self.save_every, self.noise_scale, self.factor, self.repeats
+        return branches.Plan(self.tokens, self.k, *rule, *how)
+
+    def make_run(self) -> Target:
+        where = None if self.checkpoint is None else self.checkpoint.absolute()
+        return Target(absolute(self.target), where)
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """A folder of branches.
+
+    Args:
+        folder: Folder of the branches (--out).
+        factor: Write FOLDER/factor.json, as gnsfast branch does.
+    """
+
+    folder: Annotated[Path, Argument]
+    factor: str | None = None
+
+
+def commands(options: Options) -> list[str]:
+    """The command of each branch, as a shell reads it."""
+    words = ["gnsfast", "branch", options.target]
+    for each in fields(options):
+        value, name = getattr(options, each.name), "--" + each.name.replace("_", "-")
+        if value == each.default or each.name in ("target", "list", "workers"):
+            continue
+        if isinstance(value, tuple):
+            value = ",".join(map(repr, value))
+        words += ["--no" + name[1:]] if value is False else [name, str(value)]
+    return [shlex.join([*words, "--only", branches.multiple(k)]) for k in options.plan().k]
+
+
+def train(options: Options) -> branches.Branch:
+    """Train the branch that ``--only`` names."""
+    plan = options.plan()
+    if len(options.only or ()) != 1 or not {*(options.only or ())} <= {*plan.k}:
+        listed = ", ".join(map(branches.multiple, plan.k))
+        raise ValueError(f"--only must be one of --k, which are {listed}")
+    [k] = options.only or ()
+    return branches.train_branch(options.make_run()(), k, options.out, plan)
 
 
 def measure(
     options: Options, on_branch: Callable[[branches.Branch], None] | None
 ) -> branches.CriticalBatch:
     """Train branches of the run, once or as often as ``--repeats`` says."""
-    repeats, out = options.repeats, options.out
-    where = None if options.checkpoint is None else options.checkpoint.absolute()
-    make_run = Target(absolute(options.target), where)
-    if options.factor is not None:
-        check_choice("--factor", options.factor, METRICS)
-        if not options.noise_scale:
-            raise ValueError(
-                "--factor needs the noise scale, which --no-noise-scale leaves out: drop "
-                "--no-noise-scale"
-            )
-    if options.launcher is not None and repeats > 1:
-        raise ValueError(
-            "--repeats does not work with --launcher: this process skips data between repeats, and "
-            "the launched processes draw their own. Drop one of the two"
-        )
-    same = ("k", "tolerance", "alpha", "lr", "loss", "workers", "launcher", "noise_scale", "factor")
-    how: dict[str, Any] = {name: getattr(options, name) for name in same}
-    how |= {"folder": out, "delta_tokens": options.tokens, "make_run": make_run}
-    how |= {"save_every_tokens": options.save_every, "on_branch": on_branch}
-    with opened(options.executor, options.executor_option or [], out) as engine:
-        if repeats > 1:
-            return branches.measure_repeatedly(make_run(), repeats=repeats, executor=engine, **how)
-        if (out / "repeat-1").exists():
-            raise ValueError(
-                f"{out} holds repeated measurements, and a single one would replace their mean: "
-                "pass --repeats again, or another --out"
-            )
-        run = None if options.launcher or options.executor else make_run()
-        return branches.measure_critical_batch(run, executor=engine, **how)
+    how: dict[str, Any] = asdict(options.plan()) | {"on_branch": on_branch}
+    make_run, workers = options.make_run(), options.workers
+    if not workers:
+        return branches.measure_critical_batch(make_run(), folder=options.out, **how)
+    spawn, threads = multiprocessing.get_context("spawn"), torch.get_num_threads() // workers
+    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (max(1, threads),)) as pool:
+        how |= {"executor": pool, "make_run": make_run}
+        return branches.measure_critical_batch(make_run(), folder=options.out, **how)
+
+
+def leave_group() -> None:
+    """End the process group that the run has begun."""
+    gc.collect()  # a model in a cycle holds process groups, whose threads may abort the exit
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def branch_line(branch: branches.Branch) -> str:

@@ -25,12 +25,9 @@ class Options:
         tokens_per_sample: The sequence length.
         against: Fixed batch size to compare with (the first stage's).
         step_seconds: Measured seconds per step: '1024:2.1 2048:3.9'.
-        export: megatron, olmo-core, lightning, huggingface or nanogpt.
-        per_device_batch: Samples in a forward pass, for lightning, huggingface, nanogpt.
-        processes: Data-parallel processes, for lightning, huggingface, nanogpt.
-        samples_per_epoch: Samples in an epoch, for lightning.
-        round_to_epochs: For lightning: move each change to the start of the next epoch, and list
-            it.
+        export: megatron, olmo-core, torchtitan, levanter, huggingface or lightning.
+        per_device_batch: Samples in a forward pass, for torchtitan, huggingface, lightning.
+        processes: Data-parallel processes, for torchtitan, huggingface, lightning.
         lr: How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt).
     """
 
@@ -42,8 +39,6 @@ class Options:
     export: str | None = None
     per_device_batch: Count | None = None
     processes: Count = 1
-    samples_per_epoch: Count | None = None
-    round_to_epochs: bool = False
     lr: str | None = None
 
 
@@ -68,12 +63,35 @@ def examine(options: Options) -> dict[str, Any]:
     if options.step_seconds is not None:
         found["seconds"] = _saved(schedule.seconds_saved(options.step_seconds, against))
     if options.export is not None:
-        if options.export not in EXPORTS:
-            raise ValueError(f"--export is {options.export!r}, but must be {', '.join(EXPORTS)}")
-        value, lines, notes = EXPORTS[options.export](schedule, options, lr)
-        said = page("notes.txt").render(framework=options.export, **notes).splitlines()
-        found["export"] = {"for": options.export, "value": value, "notes": said, "lines": lines}
+        found["export"] = exported(options, schedule, lr)
     return found
+
+
+def exported(options: Options, schedule: laws.BatchSizeSchedule, lr: str) -> dict[str, Any]:
+    """The schedule in a tool's own form, code for what that form does not hold, and notes."""
+    tool, told = str(options.export), dict[str, Any]()
+    value: Any = None
+    check_choice("--export", tool, exports.TOOLS)
+    if tool in ("torchtitan", "huggingface", "lightning") and options.per_device_batch is None:
+        raise ValueError(f"--export {tool} needs --per-device-batch")
+    if tool == "megatron":
+        value, told = exports.megatron(schedule), {"end": exports.end_samples(schedule)}
+        try:
+            told["ramp"] = f"gives the same steps: {exports.megatron_ramp(schedule)}"
+        except ValueError as error:
+            told["ramp"] = f"cannot give these steps: {error}"
+    elif tool == "olmo-core":
+        value = exports.olmo_core(schedule, lr=lr)
+    elif tool == "levanter":
+        value = exports.levanter(schedule)
+    passes: dict[str, Any] = {
+        "micro_batch": options.per_device_batch,
+        "processes": options.processes,
+    }
+    lines = exports.lines(tool, schedule, lr, **passes)
+    told |= {"schedule": schedule, "first_steps": exports.first_steps(schedule)}
+    notes = page("notes.txt").render(framework=tool, departures=_departures(schedule), **told)
+    return {"for": tool, "value": value, "notes": notes.splitlines(), "lines": lines}
 
 
 def read_schedule(options: Options) -> laws.BatchSizeSchedule:
@@ -112,72 +130,6 @@ def read_rule(options: Options) -> str:
 
 def _saved(saved: laws.Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
-
-
-Export = tuple[Any, str, dict[str, Any]]
-"""A schedule in a framework's own form, lines of code for what that form does not hold, and what
-the notes in ``templates/notes.txt`` say of it.
-"""
-
-
-def _megatron(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    last = schedule.stages[-1]
-    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
-    try:
-        ramp = f"gives the same steps: {exports.megatron_ramp(schedule)}"
-    except ValueError as error:
-        ramp = f"cannot give these steps: {error}"
-    lines = exports.megatron_lines(schedule, lr)
-    return exports.megatron(schedule), lines, {"end": end, "ramp": ramp}
-
-
-def _olmo_core(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    return exports.olmo_core(schedule, lr=lr), "", {"departures": _departures(schedule)}
-
-
-def _lightning(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    found = exports.lightning(
-        schedule,
-        samples_per_batch=_passes(options)["micro_batch"] * options.processes,
-        samples_per_epoch=_required(options.samples_per_epoch, "--samples-per-epoch", options),
-        round_to_epochs=options.round_to_epochs,
-        lr=lr,
-    )
-    return asdict(found), exports.lightning_lines(found.lr_factors), {}
-
-
-def _hugging_face(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    passes, processes = _passes(options), options.processes
-    own = {"per_device_train_batch_size": passes["micro_batch"], "processes": processes}
-    plan = exports.hugging_face(schedule, **own, lr=lr)
-    notes = {"max_steps": exports.hugging_face_max_steps(schedule)}
-    lines = exports.hugging_face_lines(schedule, lr, **passes)
-    return plan, lines, notes | {"departures": _departures(schedule)}
-
-
-def _nanogpt(schedule: laws.BatchSizeSchedule, options: Options, lr: str) -> Export:
-    return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), {}
-
-
-EXPORTS = {
-    "megatron": _megatron,
-    "olmo-core": _olmo_core,
-    "lightning": _lightning,
-    "huggingface": _hugging_face,
-    "nanogpt": _nanogpt,
-}
-
-
-def _passes(options: Options) -> dict[str, int]:
-    """The samples of a forward pass, and on how many processes."""
-    micro_batch = _required(options.per_device_batch, "--per-device-batch", options)
-    return {"micro_batch": micro_batch, "processes": options.processes}
-
-
-def _required(value: int | None, name: str, options: Options) -> int:
-    if value is None:
-        raise ValueError(f"--export {options.export} needs {name}")
-    return value
 
 
 def _departures(schedule: laws.BatchSizeSchedule) -> list[tuple[Any, Any]]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a noise scale to a batch size.
 
-- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``;
-  ``measure_repeatedly`` does so with other data each time.
+- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``.
 - ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured;
   ``ScheduledBatchSize`` by thresholds in tokens.
 - ``Rules`` moves learning rate, betas and weight decay with the batch size.
@@ -19,7 +18,6 @@ from gnsfast.critical_batch.branches import (
     TorchRun,
     averaged,
     measure_critical_batch,
-    measure_repeatedly,
     pooled_factor,
 )
 from gnsfast.critical_batch.control import (
@@ -60,7 +58,6 @@ __all__ = [
     "fit_power_law",
     "laws",
     "measure_critical_batch",
-    "measure_repeatedly",
     "pooled_factor",
     "token_schedules",
     "trade_off",

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -65,7 +64,7 @@ class RunIdentity:
 
     @staticmethod
     def from_record(record: Mapping[str, Any] | None) -> "RunIdentity":
-        """From ``asdict``; all is unknown without a record, as in files of older versions."""
+        """From ``asdict``; all is unknown without a record."""
         return RunIdentity(**record) if record else RunIdentity()
 
     def unknown(self) -> tuple[str, ...]:
@@ -162,7 +161,7 @@ class CriticalBatchFactor:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "CriticalBatchFactor":
-        """Read what ``save`` wrote. Where a file does not say which run it is of, a warning does.
+        """Read what ``save`` wrote.
 
         Raises:
             ValueError: for a file of another kind or format.
@@ -172,17 +171,11 @@ class CriticalBatchFactor:
         except ValueError as e:
             raise ValueError(f"{path} is not JSON: {e}") from e
         check_format(path, found, KIND, FORMAT)
-        if "run" not in found:
-            warnings.warn(
-                f"{path} does not say which run its factor was measured in, because an older "
-                "version wrote it. So nothing refuses it in a run that differs.",
-                stacklevel=2,
-            )
         try:
             value, lower, upper = (found[k] for k in ("value", "lower", "upper"))
             ends = float(value), float(lower), math.inf if upper is None else float(upper)
-            run = RunIdentity.from_record(found.get("run"))
-            tokens = tuple(int(t) for t in found.get("tokens", ()))
+            run = RunIdentity.from_record(found["run"])
+            tokens = tuple(int(t) for t in found["tokens"])
             text = str(found["metric"]), str(found["source"])
             return CriticalBatchFactor(*ends, *text, run, tokens)
         except (KeyError, TypeError, ValueError) as e:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes schedules in the form of other frameworks, and rounds only where asked to.
+"""Writes schedules in the form of other tools: what they read, and the code for what they do not.
 
-Most of these forms hold batch sizes alone. The ``*_lines`` are code that moves the learning rate
-with them: without these lines a run keeps that of its first batch size.
+A tool that reads batch sizes does not move the learning rate with them: ``lines`` do.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.counts import exact_count
-from gnsfast.critical_batch.rules import Rules
-from gnsfast.critical_batch.schedule import BatchSizeSchedule, aligned_changes
+from gnsfast.critical_batch.schedule import BatchSizeSchedule, Stage, aligned_changes
 from gnsfast.templates import template
+
+TOOLS = ("megatron", "olmo-core", "torchtitan", "levanter", "huggingface", "lightning")
+"""``lines`` has a template for each but OLMo-core, which moves the learning rate itself."""
 
 
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
@@ -23,8 +23,7 @@ def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
     tokens and rounds them down to whole samples. Without it they are samples, which
     ``unit="samples"`` writes. The batch size changes with the first step after that many samples,
     as in ``BatchSizeSchedule``. Suffixes K, M, B, T are used where they are exact. Megatron needs
-    each batch size to be divisible by micro-batch size times data-parallel size. It does not change
-    the learning rate: ``megatron_lines`` do.
+    each batch size to be divisible by micro-batch size times data-parallel size.
 
     Raises:
         ValueError: where Megatron's rounding would move a change to another step.
@@ -65,34 +64,6 @@ def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
         "step earlier than this schedule: pass unit='samples', or use thresholds that are "
         f"multiples of {schedule.tokens_per_sample:,} tokens"
     )
-
-
-def megatron_lines(schedule: BatchSizeSchedule, lr: str = "sqrt") -> str:
-    """For a script that calls Megatron-LM's ``pretrain``, above that call.
-
-    Megatron counts the steps of its learning-rate schedule in samples, with ``--train-samples`` and
-    the options that go with it.
-
-    Source: NVIDIA/Megatron-LM, ``megatron/core/optimizer_param_scheduler.py``.
-
-    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
-    >>> schedule = BatchSizeSchedule([(0, 768), (250e9, 3072)], 500e9, tokens_per_sample=8192)
-    >>> print(exports.megatron_lines(schedule))
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    <BLANKLINE>
-    FACTORS = {0: 1.0, 30518016: 2.0}  # samples trained: factor of the learning rate
-    plain = OptimizerParamScheduler.get_lr
-    OptimizerParamScheduler.get_lr = lambda self, group: plain(self, group) * (
-        FACTORS[max(samples for samples in FACTORS if samples <= self.num_steps)]
-    )
-    """
-    length = schedule.tokens_per_sample
-    factors = {
-        stage.tokens // length: schedule.lr_factor_at(stage.tokens, lr)
-        for stage in schedule.stages
-        if stage.steps
-    }
-    return _lines("megatron", factors=factors)
 
 
 @dataclass(frozen=True)
@@ -229,246 +200,107 @@ def olmo_core_late(schedule: BatchSizeSchedule) -> list[int | None]:
     return [None if change.samples is None else change.late for change in changes]
 
 
-@dataclass(frozen=True)
-class LightningAccumulation:
-    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded.
+def levanter(schedule: BatchSizeSchedule) -> list[dict[str, int]]:
+    """Levanter's ``train_batch_size``: the ``ScheduleStep(start, value)`` of each batch size, from
+    the step on with which it begins. ``num_train_steps`` is ``schedule.steps``.
 
-    It does not change the learning rate: ``lightning_lines(lr_factors)`` do, from the same epochs.
-    """
-
-    scheduling: dict[int, int]
-    moved: tuple[str, ...]
-    lr_factors: dict[int, float]
-
-
-def lightning(
-    schedule: BatchSizeSchedule,
-    *,
-    samples_per_batch: int,
-    samples_per_epoch: int,
-    round_to_epochs: bool = False,
-    lr: str = "sqrt",
-) -> LightningAccumulation:
-    """``scheduling={epoch: factor}`` for Lightning's ``GradientAccumulationScheduler``.
-
-    Epochs count from 0, and a factor holds from the start of its epoch. The last step of an epoch
-    is shorter where the factor does not divide the epoch's batches.
-
-    Args:
-        samples_per_batch: of one forward pass, over all processes.
-        samples_per_epoch: over all processes.
-        round_to_epochs: move a change within an epoch to the start of the next epoch; ``moved``
-            lists these changes. Of two changes at the same epoch the later one holds.
-        lr: the rule (``Rules``) of ``lr_factors``.
-
-    Raises:
-        ValueError: for a batch size that is no multiple of ``samples_per_batch``, and for a change
-            within an epoch without ``round_to_epochs``.
-
-    Source: ``lightning.pytorch.callbacks.GradientAccumulationScheduler``.
-
-    >>> from gnsfast.critical_batch import exports
-    >>> from gnsfast.critical_batch import BatchSizeSchedule
-    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 128)], 5000, tokens_per_sample=10)
-    >>> exports.lightning(schedule, samples_per_batch=16, samples_per_epoch=100)
-    LightningAccumulation(scheduling={0: 2, 2: 8}, moved=(), lr_factors={0: 1.0, 2: 2.0})
-    """
-    epoch_tokens = whole_number("samples_per_epoch", samples_per_epoch) * schedule.tokens_per_sample
-    scheduling: dict[int, int] = {}
-    moved, lr_factor, lr_factors = [], Rules(lr).lr_factor, {}
-    for stage in schedule.stages:
-        epoch, inside = divmod(stage.threshold, epoch_tokens)
-        if inside and not round_to_epochs:
-            raise ValueError(
-                f"the change at {stage.threshold:,} tokens lies within epoch {epoch}, and "
-                f"Lightning changes the accumulation only between epochs of {epoch_tokens:,} "
-                "tokens: pass round_to_epochs=True (--round-to-epochs)"
-            )
-        if inside:
-            epoch += 1
-            moved.append(
-                f"{stage.batch_size:,} samples from {epoch * epoch_tokens:,} tokens "
-                f"(epoch {epoch}) instead of {stage.threshold:,}"
-            )
-        scheduling[epoch] = _factor(stage.batch_size, "samples_per_batch", samples_per_batch)
-        lr_factors[epoch] = lr_factor(stage.batch_size / schedule.stages[0].batch_size)
-    return LightningAccumulation(scheduling, tuple(moved), lr_factors)
-
-
-def lightning_lines(lr_factors: Mapping[int, float]) -> str:
-    """For the end of ``configure_optimizers``.
-
-    >>> from gnsfast.critical_batch import exports
-    >>> print(exports.lightning_lines({0: 1.0, 2: 2.0}))
-    FACTORS = {0: 1.0, 2: 2.0}  # epoch: factor of the learning rate
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda epoch: FACTORS[max(e for e in FACTORS if e <= epoch)]
-    )
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
-    """
-    return _lines("lightning", factors=dict(lr_factors))
-
-
-def hugging_face(
-    schedule: BatchSizeSchedule,
-    *,
-    per_device_train_batch_size: int,
-    processes: int = 1,
-    lr: str = "sqrt",
-) -> list[dict[str, float]]:
-    """The values that ``TrainingArguments`` must have, and the step from which each holds.
-
-    ``step`` is ``state.global_step`` at the change, and ``tokens`` the tokens trained by then.
-    ``lr_factor`` is the factor of the learning rate, by a rule of ``Rules``. Trainer reads the
-    accumulation only when training starts; a checkpoint resumed with another one skips the wrong
-    number of samples. So change both by ``BatchSizeCallback``: ``hugging_face_lines`` has it. With
-    it Trainer counts steps of the first batch size, and needs ``hugging_face_max_steps``. It
-    changes the batch size only where a step of either size would end, here in an epoch that holds
-    the run; at the end of an epoch a change may come earlier. Changes that it never makes are left
-    out.
-
-    Raises:
-        ValueError: for a batch size that is no multiple of the samples of one forward pass, and for
-            one that is no multiple of the first batch size: the callback refuses it.
-
-    Source: transformers, ``TrainingArguments``: a step takes per-device batch size x processes x
-    gradient accumulation steps samples.
-
-    >>> from gnsfast.critical_batch import exports
-    >>> from gnsfast.critical_batch import BatchSizeSchedule
-    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
-    >>> plan = exports.hugging_face(schedule, per_device_train_batch_size=4, processes=8)
-    >>> plan[1]["step"], plan[1]["tokens"], plan[1]["gradient_accumulation_steps"]
-    (8, 2560, 2)
-    """
-    samples = whole_number("per_device_train_batch_size", per_device_train_batch_size)
-    samples *= whole_number("processes", processes)
-    _check_multiples(schedule)
-    first, lr_factor = schedule.thresholds[0][1], Rules(lr).lr_factor
-    changes = [(c.samples, c.new) for c in aligned_changes(schedule) if c.samples is not None]
-    return [
-        {
-            "step": trained // first,
-            "tokens": trained * schedule.tokens_per_sample,
-            "per_device_train_batch_size": per_device_train_batch_size,
-            "gradient_accumulation_steps": _factor(
-                size, "per-device batch size x processes", samples
-            ),
-            "lr_factor": lr_factor(size / first),
-        }
-        for trained, size in [(0, first), *changes]
-    ]
-
-
-def hugging_face_lines(
-    schedule: BatchSizeSchedule, lr: str = "sqrt", *, micro_batch: int, processes: int = 1
-) -> str:
-    """For a script that makes a Trainer: callbacks that train the schedule, learning rates too.
-
-    Raises:
-        ValueError: for a batch size that is no multiple of the first one: the callback refuses it.
+    Source: stanford-crfm/levanter, ``src/levanter/schedule.py``, ``BatchSchedule``.
 
     >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
     >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
-    >>> print(exports.hugging_face_lines(schedule, micro_batch=4).splitlines()[4])
-    schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
+    >>> exports.levanter(schedule)
+    [{'start': 0, 'value': 32}, {'start': 7, 'value': 64}]
     """
-    _check_multiples(schedule)
-    pairs = [(int(tokens), size) for tokens, size in schedule.thresholds]
-    return _lines(
-        "hugging_face",
-        pairs=pairs,
-        total_tokens=int(schedule.total_tokens),
-        length=schedule.tokens_per_sample,
-        lr=lr,
-        processes=processes,
-        micro_batch=micro_batch,
-        max_steps=hugging_face_max_steps(schedule),
-        accumulation=pairs[0][1] // (micro_batch * processes),
-    )
+    return [{"start": stage.step, "value": stage.batch_size} for stage in _reached(schedule)]
 
 
-def hugging_face_max_steps(schedule: BatchSizeSchedule) -> int:
-    """``TrainingArguments(max_steps=...)``, which counts steps of the first batch size.
+def first_steps(schedule: BatchSizeSchedule) -> int:
+    """The steps of a run in which all batches are as large as the first one: how both
+    ``BatchSizeCallback``s count, also in ``TrainingArguments(max_steps=...)``.
 
     >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
     >>> schedule = BatchSizeSchedule([(0, 32), (10_000, 64)], 20_000, tokens_per_sample=10)
-    >>> schedule.steps, exports.hugging_face_max_steps(schedule)
+    >>> schedule.steps, exports.first_steps(schedule)
     (48, 63)
     """
     first = schedule.thresholds[0][1] * schedule.tokens_per_sample
     return -(-int(schedule.total_tokens) // first)
 
 
-def _check_multiples(schedule: BatchSizeSchedule) -> None:
-    """Raise ValueError for a batch size of which ``BatchSizeCallback`` cannot count the steps."""
-    first = schedule.thresholds[0][1]
-    for tokens, size in schedule.thresholds:
-        if size % first:
-            raise ValueError(
-                f"BatchSizeCallback counts Trainer's steps in the first batch size, {first:,} "
-                f"samples, and refuses the {size:,} samples from {exact_count(int(tokens))} tokens "
-                "on: begin with a batch size that divides all others"
-            )
-
-
-def nanogpt_lines(
-    schedule: BatchSizeSchedule, lr: str = "sqrt", *, micro_batch: int, processes: int = 1
-) -> str:
-    """For nanoGPT's ``train.py``: settings, and what replaces ``lr = get_lr(...)`` in its loop.
-
-    ``warmup_iters`` and ``lr_decay_iters`` count steps of the first batch size, so that the decay
-    keeps its meaning in tokens. ``micro_batch`` is nanoGPT's ``batch_size``.
-
-    Raises:
-        ValueError: for a batch size that is no multiple of the samples of one forward pass.
-
-    Source: karpathy/nanoGPT, ``train.py``.
+def end_samples(schedule: BatchSizeSchedule) -> int:
+    """The samples that the run has trained at its end: that of its last step, which is a full one.
 
     >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
-    >>> schedule = BatchSizeSchedule([(0, 32), (640, 128)], 5120, tokens_per_sample=10)
-    >>> print(exports.nanogpt_lines(schedule, micro_batch=16))
-    max_iters = 5  # its loop takes one more
-    lr_decay_iters = 16
-    STAGES = (  # iteration, steps of the first batch so far, micro-batches, learning-rate factor
-        (0, 0, 2, 1.0),
-        (2, 2, 8, 2.0),
-    )
-    <BLANKLINE>
-    # in the loop
-        stage = max(stage for stage in STAGES if stage[0] <= iter_num)
-        begins, done, gradient_accumulation_steps, factor = stage
-        it = done + (iter_num - begins) * gradient_accumulation_steps / STAGES[0][2]
-        lr = factor * (get_lr(it) if decay_lr else learning_rate)
+    >>> exports.end_samples(BatchSizeSchedule([(0, 32)], 5000, tokens_per_sample=10))
+    512
     """
-    first = schedule.stages[0].batch_size * schedule.tokens_per_sample
-    stages = []
-    for stage in schedule.stages:
-        passes = _factor(stage.batch_size, ONE_PASS, micro_batch * processes)
-        if stage.steps:
-            done, factor = stage.tokens / first, schedule.lr_factor_at(stage.tokens, lr)
-            stages.append((stage.step, int(done) if done == int(done) else done, passes, factor))
-    return _lines(
-        "nanogpt",
-        max_iters=schedule.steps - 1,
-        lr_decay_iters=hugging_face_max_steps(schedule),
-        stages=stages,
+    return sum(stage.steps * stage.batch_size for stage in schedule.stages)
+
+
+def lines(
+    tool: str,
+    schedule: BatchSizeSchedule,
+    lr: str = "sqrt",
+    *,
+    micro_batch: int | None = None,
+    processes: int = 1,
+) -> str:
+    """Code that trains the schedule, or moves the learning rate with the batches that a tool reads.
+
+    Args:
+        tool: one of ``TOOLS``; empty for ``"olmo-core"``.
+        lr: the rule (``Rules``) of the learning rate.
+        micro_batch: the samples of one forward pass of a process; torchtitan, huggingface and
+            lightning need it.
+        processes: that train other samples each.
+
+    Raises:
+        ValueError: for a batch size that is no multiple of the samples of one forward pass, and
+            where a ``BatchSizeCallback`` would refuse it: one that is no multiple of the first.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 768), (250e9, 3072)], 500e9, tokens_per_sample=8192)
+    >>> print(exports.lines("megatron", schedule))
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    <BLANKLINE>
+    FACTORS = {0: 1.0, 30518016: 2.0}  # samples trained: factor of the learning rate
+    plain = OptimizerParamScheduler.get_lr
+    OptimizerParamScheduler.get_lr = lambda self, group: plain(self, group) * (
+        FACTORS[max(samples for samples in FACTORS if samples <= self.num_steps)]
     )
+    """
+    check_choice("tool", tool, TOOLS)
+    if tool == "olmo-core":
+        return ""
+    sizes, length = [size for _, size in schedule.thresholds], schedule.tokens_per_sample
+    passes = {}
+    if tool not in ("megatron", "levanter"):
+        at_once = whole_number("micro_batch", micro_batch) * whole_number("processes", processes)
+        _check_multiples(sizes, at_once, "the samples of one forward pass, micro_batch x processes")
+        passes = {size: size // at_once for size in sizes}
+    if tool in ("huggingface", "lightning"):
+        why = "the first one, in which BatchSizeCallback counts steps"
+        _check_multiples(sizes, sizes[0], why)
+    factors = {s: schedule.lr_factor_at(s.tokens, lr) for s in _reached(schedule)}
+    values = {
+        "samples": {s.tokens // length: factor for s, factor in factors.items()},
+        "steps": {s.step: factor for s, factor in factors.items()},
+        "stages": {s.step: (passes.get(s.batch_size), f) for s, f in factors.items()},
+        "pairs": [(int(tokens), size) for tokens, size in schedule.thresholds],
+        "accumulation": passes.get(sizes[0]),
+        "max_steps": first_steps(schedule),
+    }
+    own = {"lr": lr, "micro_batch": micro_batch, "processes": processes, "schedule": schedule}
+    return template("gnsfast.critical_batch", f"{tool}.jinja").render(own | values)
 
 
-ONE_PASS = "the samples of one forward pass"
+def _reached(schedule: BatchSizeSchedule) -> list[Stage]:
+    return [stage for stage in schedule.stages if stage.steps]
 
 
-def _factor(batch_size: int, name: str, samples: int) -> int:
-    """The number of forward passes of ``samples`` samples in a step."""
-    factor, rest = divmod(batch_size, whole_number(name, samples))
-    if rest:
-        raise ValueError(
-            f"a batch of {batch_size:,} samples must be a multiple of {name}, which is {samples:,}"
-        )
-    return factor
-
-
-def _lines(framework: str, **values: Any) -> str:
-    """Code for a framework, from its template."""
-    return template("gnsfast.critical_batch", f"{framework}.jinja").render(values)
+def _check_multiples(sizes: list[int], of: int, name: str) -> None:
+    for size in sizes:
+        if size % of:
+            raise ValueError(
+                f"a batch of {size:,} samples must be a multiple of {name}, which is {of:,}"
+            )

@@ -161,7 +161,6 @@ class DualNorm(MicroBatchSide):
     def load(self, state: dict[str, Any]) -> None:
         own = state[self.name]
         self._samples.copy_(own["samples"])
-        self._has_compared = bool(own["samples"] > 0)
         for name, moment in self._moments.items():
             moment.copy_(own["moments"][name])
 

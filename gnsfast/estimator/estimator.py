@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.estimator.side import Block, Side
 from gnsfast.following import Followed, unwrapped
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
-from gnsfast.parallel import PipelinePasses
 from gnsfast.probing import AUDIT_EVERY, checks
 from gnsfast.table import Table
 
@@ -52,9 +51,6 @@ class GradientNoiseScale:
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
         process_group: the processes that train this model together, data and model parallel. The
             default is all processes.
-        stages: those of them that hold the pipeline stages of one model. ``model`` is then this
-            process's stage, or a ``ModuleList`` of several. All stages pass the same ``tokens``,
-            ``scale`` and ``grad_norm`` (of all stages together). Each saves its own state.
         metric: other noise scales to measure too, one name or several: ``"adam"``, under the
             metric of the optimizer (``compute().adam``); ``"sign"`` and ``"spectral"``, in the dual
             norms of sign descent and of Muon (``compute().sign``, ``.spectral``). Their noise is
@@ -108,7 +104,6 @@ class GradientNoiseScale:
         loss_reduction: str = "mean",
         grad_scaler: GradScaler | None = None,
         process_group: "dist.ProcessGroup | None" = None,
-        stages: "dist.ProcessGroup | None" = None,
         metric: str | Sequence[str] | None = None,
         optimizer: Any = None,
         groups: Sequence[str] = (),
@@ -117,14 +112,14 @@ class GradientNoiseScale:
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
-        if stages is None and not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
-            *(source, loss_reduction, grad_scaler, process_group, stages),
+            *(source, loss_reduction, grad_scaler, process_group),
             **measured(metric, optimizer),
             groups=ordered_names(groups),
             window=window,
@@ -173,7 +168,6 @@ class GradientNoiseScale:
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         groups: Sequence[Any] | Tensor | None = None,
-        schedule: Any = None,
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
     ) -> Iterator[None]:
@@ -195,8 +189,6 @@ class GradientNoiseScale:
                 mask.) ``tokens`` must then hold a count for each: ``cu_seqlens.diff() - 1`` for
                 next-token losses, 0 for padding.
             groups: the name of each sample's group.
-            schedule: the ``torch.distributed.pipelining`` schedule whose ``step`` runs once in the
-                block. It divides ``num_samples`` into its own micro-batches.
             ids: a name for each sample, such as its number in the data set, for ``largest()``.
             clusters: which samples belong together, such as the rollouts of a prompt or the
                 augmentations of an image: 8 if every 8 consecutive samples are a cluster, or the
@@ -205,8 +197,7 @@ class GradientNoiseScale:
                 tensor is best on the CPU, since it is read at once.
 
         Raises:
-            ValueError: for counts that are zero or negative, a single sample with ``"local"``, or
-                samples that do not divide into a schedule's micro-batches.
+            ValueError: for counts that are zero or negative, or a single sample with ``"local"``.
             ObservationError: if no backward pass runs in the block, or if ``.grad`` was changed
                 between two blocks.
         """
@@ -214,7 +205,7 @@ class GradientNoiseScale:
         loss_factors.check_factors(num_samples, tokens, scale)
         if self._observer is None:  # the first micro-batch decides
             self._settings = replace(self._settings, clusters=clusters is not None)
-        self._settings.check_block(tokens, cu_seqlens, groups, schedule, ids)
+        self._settings.check_block(tokens, cu_seqlens, groups, ids)
         if self._is_open:
             raise ObservationError(
                 "A micro-batch is already open, by another gns.microbatch block. Each micro-batch "
@@ -223,32 +214,22 @@ class GradientNoiseScale:
         if not self._due:
             yield
             return
-        pipeline, passed, passes = None, num_samples, None
-        if schedule is not None:
-            pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
-            passed, passes = pipeline.num_samples, pipeline.passes
-        block = Block(passed, self._seen, groups, ids, clusters)
-        if self._settings.local and passed < 2:
+        block = Block(num_samples, self._seen, groups, ids, clusters)
+        if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' needs two samples in each micro-batch, because it measures each "
                 "one by itself. With one sample in a micro-batch use source='global'."
             )
         observer = self._start()
-        observer.open(block, cu_seqlens, passes)
+        observer.open(block, cu_seqlens)
         try:
-            steps: AbstractContextManager[None] = nullcontext()
-            if pipeline is not None:
-                steps = pipeline.open(
-                    lambda: observer.probes, observer.next_pass, observer.pass_over
-                )
-            with steps:
-                yield
+            yield
         except BaseException as error:
             self.discard()
             checks.explain_penalty(error)
             raise
         if observer.is_open:  # neither discard() nor reset() was called inside
-            observer.close(num_samples, tokens, scale, pipeline)
+            observer.close(num_samples, tokens, scale)
 
     @property
     def _is_open(self) -> bool:
@@ -317,11 +298,12 @@ class GradientNoiseScale:
         observer = self._observer
         window, sides = self._window()
         observer.check(observer.ledger.flags)
-        modules = [name.rpartition(".")[0] for name in observer.stages.units]
+        slab, fields = observer.slab, dict[str, Any]()
+        modules = [name.rpartition(".")[0] for name in slab.parameters]
         found = summarize(*window[:4], self._settings.local, modules, self.decay)
-        fields = observer.stages.fields()
         for side, own in sides:
             fields |= side.fields(own, window, self.decay)
+        fields |= {"covered": slab.covered, "left_out": tuple(slab.left_out)}
         return replace(found, **fields)
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
@@ -360,8 +342,8 @@ class GradientNoiseScale:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU. Call it between updates. They are the same on every process
-        of a stage, as ``torch.distributed.checkpoint`` expects. On several processes with
+        """All measurements, on the CPU. Call it between updates. They are the same on every
+        process, as ``torch.distributed.checkpoint`` expects. On several processes with
         ``keep_largest`` it is a collective: all processes must call it. An id of a sample that is
         neither a number nor text, nor a list or tuple of these, is saved as its text.
         """

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from gnsfast import reference
@@ -57,16 +56,6 @@ def grad_sqnorms(parameters: Sequence[Any], processes: Processes) -> Sqnorms:
         found.norms.append(norms)
         found.copies.append(shared)
     return found
-
-
-def refuse_unscaled_stage(scaler: GradScaler | None) -> None:
-    """Raise if this pipeline stage's scaler has no scale: only the last stage scales the loss."""
-    if scaler is not None and scaler.is_enabled() and scaler._scale is None:
-        raise ObservationError(
-            "The grad_scaler has scaled nothing on this pipeline stage, so its scale is unknown "
-            "here. On every stage call scaler.scale(torch.zeros(())) before the pass, and "
-            "scaler.update() after the step."
-        )
 
 
 def refuse_partial_norm(left_out: Sequence[str]) -> None:

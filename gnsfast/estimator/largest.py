@@ -72,10 +72,10 @@ class Largest(Side):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         settings, processes = setup.settings, setup.processes
-        if settings.stages is not None or processes.tensor > 1:
+        if processes.tensor > 1:
             raise ValueError(
-                "keep_largest needs all norms of a sample on one process, and with pipeline stages "
-                "or tensor parallelism each has a part. Leave keep_largest out."
+                "keep_largest needs all norms of a sample on one process, and with tensor "
+                "parallelism each has a part. Leave keep_largest out."
             )
         self._world, self._rank = processes.world, setup.rank
         self.width = self._world + 1  # the largest of each process, and the sum of all

@@ -153,9 +153,8 @@ class GradientSlab(ProbeSlab):
 
 def scalars_of_pass(each: Pass, s: Settings, device: torch.device) -> Tensor:
     """The scalars of the weights of a pass's samples, float64 [SCALARS]."""
-    return loss_factors.block_scalars(
-        *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-        *(s.loss_reduction, s.local, device),
+    return loss_factors.microbatch_scalars(
+        each.num_samples, each.tokens, each.scale, s.loss_reduction, s.local, device
     )
 
 
@@ -166,7 +165,7 @@ def weights_of_units(scalars: Tensor, squares: Tensor) -> Tensor:
     return torch.cat([scalars[..., :6], squares, torch.zeros_like(squares)], -1)
 
 
-MOST_ALONE = 2
+MOST_ALONE = 1
 """So many updates in a row may have a single pass, and are skipped, as at the end of an epoch."""
 
 
@@ -177,8 +176,7 @@ class MicroBatchSide(Side):
         super().__init__(setup)
         self.parameters = parameters
         self._arrivals = Arrivals(parameters, self._arrived)
-        self._has_compared = False  # whether an update had several to compare
-        self._alone = 0  # updates in a row that had none
+        self._alone = 0  # updates in a row that had a single gradient
 
     def start(self) -> None:
         self._arrivals.start()
@@ -191,20 +189,18 @@ class MicroBatchSide(Side):
         raise NotImplementedError
 
     def _refuse_alone(self, passes: int) -> None:
-        """Raise if an update of so many ``passes`` has a single gradient, which there is nothing to
-        compare with. After an update with several this is no error, as at the end of an epoch: the
-        update is skipped.
+        """Raise if updates of so many ``passes`` have a single gradient, which there is nothing to
+        compare with.
         """
         several = passes * self.setup.processes.world > 1
         self._alone = 0 if several else self._alone + 1
-        if self._alone > (MOST_ALONE if self._has_compared else 0):
+        if self._alone > MOST_ALONE:
             raise ObservationError(
                 f"metric={self.name!r} compares the gradients of an update's backward passes. This "
                 "update had 1 pass on 1 process, and it takes 2 or more, better 4. Accumulate "
                 "gradients, with a gns.microbatch block for each pass, use more processes, or "
                 f"leave metric={self.name!r} out."
             )
-        self._has_compared |= several
 
 
 class MicroBatches(Side):

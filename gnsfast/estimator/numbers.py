@@ -3,9 +3,8 @@
 
 A pass and an update only keep tensors as they are. The arithmetic follows in ``compute()``, on the
 host. With several processes it follows in ``update()``, on the device, because they must sum their
-numbers: one vector for each update. Beside p and q it holds what processes must agree on: the
-samples' weights on all pipeline stages, a given ``grad_norm``, and the gradients of data-parallel
-replicas. So a disagreement is noticed.
+numbers: one vector for each update. Beside p and q it holds what processes must agree on: a given
+``grad_norm``, and the gradients of data-parallel replicas. So a disagreement is noticed.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from gnsfast.estimator.micro_batch_noise import scalars_of_pass, weights_of_unit
 from gnsfast.estimator.records import Pass, Update, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Side
-from gnsfast.estimator.stages import Stages
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes
 from gnsfast.probing import Audit, ProbeSlab, calls_of, checks
@@ -36,7 +34,6 @@ class Numbers:
     def __init__(
         self,
         slab: ProbeSlab,
-        stages: Stages,
         settings: Settings,
         processes: Processes,
         replicas: list[bool],
@@ -44,13 +41,12 @@ class Numbers:
         sides: Sequence[Side],
         device: torch.device,
     ) -> None:
-        self.processes, self._stages, self._settings = processes, stages, settings
+        self.processes, self._settings = processes, settings
         self._audit, self._sides, self.device = audit, sides, device
-        self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
-        self._units, self._order = len(slab.parameters), slab.order(device)
+        self._order = slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
-        K, of_sides = len(stages.units), sum(side.width for side in sides)
-        self._widths = [K, K, 1, loss_factors.SCALARS, of_sides]
+        K, of_sides = len(slab.parameters), sum(side.width for side in sides)
+        self._units, self._widths = K, [K, K, 1, loss_factors.SCALARS, of_sides]
         self.width, self.flags = sum(self._widths), 2 * K + len(checks.FLAGS)
 
     def window(self, numbers_UW: Tensor) -> Window:
@@ -83,13 +79,13 @@ class Numbers:
         if self._sides:
             rows = ([side.numbers(each, self.device) for side in self._sides] for each in updates)
             sides_UE = torch.stack([torch.cat(row) for row in rows])
-        of, world = self._stages.of_units, self.processes.world
+        world = self.processes.world
         parts = [
-            torch.cat([of(p_UK), of(q_UK), whole_U[:, None]], 1),
-            *(scalars, sides_UE, torch.cat([*map(of, calls)], 1)),
+            torch.cat([p_UK, q_UK, whole_U[:, None]], 1),
+            *(scalars, sides_UE, torch.cat(calls, 1)),
             *(torch.cat([seen_U7[:, :3], misplaced], 1), seen_U7[:, 3:6]),
         ]
-        apart = whole_U.new_zeros(len(updates), 3)
+        apart = whole_U.new_zeros(len(updates), 2)
         if world > 1:  # else it agrees with itself
             parts, apart = self._summed(parts, seen_U7[:, 6])
         *numbers, calls_U2K, flags, norms = parts
@@ -98,27 +94,23 @@ class Numbers:
 
     def _summed(self, parts: list[Tensor], replica_U: Tensor) -> tuple[list[Tensor], Tensor]:
         """The parts of all processes, from this process's share of each, and whether processes
-        have different gradients, different norms, or different weights of the same samples.
+        have different gradients, or different norms.
         """
-        on, rank = self.processes, self._stages.rank
+        on = self.processes
         p_q, scalars, *others, norms = parts
         of_replica = torch.stack([torch.ones_like(replica_U), replica_U, replica_U.square()], 1)
-        places = rank * on.tensor + on.coordinate, on.stages * on.tensor
-        vectors = [
-            *(p_q, _in_place(scalars / on.tensor, rank, on.stages), *others, norms),
-            _in_place(of_replica, *places),
-        ]
+        placed = of_replica.new_zeros(len(of_replica), on.tensor, 3)
+        placed[:, on.coordinate] = of_replica
+        vectors = [p_q, scalars / on.tensor, *others, norms, placed.flatten(1)]
         vector = torch.cat(vectors, 1)
         dist.all_reduce(vector, group=self._settings.group)
         p_q, scalars, *others, norms, replicas = vector.split([t.shape[1] for t in vectors], 1)
-        scalars_UNS = scalars.unflatten(1, (on.stages, -1))
-        first, (given, square, _) = scalars_UNS[:, :1], norms.unbind(1)
+        given, square, _ = norms.unbind(1)
         apart = [
             _differ(*replicas.unflatten(1, (-1, 3)).unbind(2)).any(1),
             _differ(given.new_tensor(on.world), given, square),
-            ((scalars_UNS - first).abs() > 1e-6 * first.abs()).flatten(1).any(1),
         ]
-        return [p_q, scalars_UNS[:, 0], *others, norms], torch.stack(apart, 1).double()
+        return [p_q, scalars, *others, norms], torch.stack(apart, 1).double()
 
     def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
         """The numbers of P passes [P, ...]: p and q of the units, the scalars of the weights, calls
@@ -126,7 +118,7 @@ class Numbers:
         """
         K, P = self._units, len(passes)
         parts = (t.to(self.device) for each in passes for t in each.rows)
-        rows_K3P = torch.cat([self._no_rows, *parts]).view(P, K, 3).permute(1, 2, 0)
+        rows_K3P = torch.cat([*parts]).view(P, K, 3).permute(1, 2, 0)
         rows_K3P = torch.zeros_like(rows_K3P).index_copy_(0, self._order, rows_K3P)
         sums = rows_K3P[:, :2].contiguous()
         if audited := [k for k, each in enumerate(passes) if each.arrived]:
@@ -135,11 +127,10 @@ class Numbers:
         for k, each in enumerate(passes):
             if each.loss_scale is not None:
                 sums[..., k] = loss_factors.without_scale(sums[..., k], each.loss_scale)
-        divided, times = (self._vector(t) for t in zip(*((e.divided**2, e.passes) for e in passes)))
         uses_KP = torch.tensor([e.uses for e in passes], dtype=torch.float64, device="cpu").T
         uses_KP = uses_KP.to(self.device, non_blocking=True)
-        calls = calls_of(rows_K3P[:, 2], uses_KP, times)
-        surplus = (calls - times).clamp(min=0)
+        calls = calls_of(rows_K3P[:, 2], uses_KP)
+        surplus = (calls - 1).clamp(min=0)
         misplaced = sums.new_zeros(P, 2)
         for k, each in enumerate(passes):
             if each.samples:
@@ -147,7 +138,7 @@ class Numbers:
                 sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
                 misplaced[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
         return (
-            (sums * divided).permute(2, 1, 0),
+            sums.permute(2, 1, 0),
             torch.stack([self._scalars(each) for each in passes]),
             calls.T,
             torch.where(calls.isnan(), calls, surplus).T,
@@ -159,9 +150,6 @@ class Numbers:
         if not self._settings.by_gradients:
             return found
         return weights_of_units(found, found[4:5].square())
-
-    def _vector(self, values: tuple[float, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
 
     def _of_gradients(
         self, update: Update, p: Tensor, q: Tensor, whole: Tensor
@@ -209,13 +197,6 @@ def another_norm(given: Tensor, read: Tensor) -> Tensor:
     to 1e-2. After an overflow there is nothing to compare, nor where ``read`` is NaN.
     """
     return given.isfinite() & ((given - read).abs() > 0.03 * read)
-
-
-def _in_place(t_UN: Tensor, place: int, places: int) -> Tensor:
-    """The numbers of one stage or replica in its place among those of all."""
-    found = t_UN.new_zeros(len(t_UN), places, t_UN.shape[1])
-    found[:, place] = t_UN
-    return found.flatten(1)
 
 
 def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:

@@ -24,12 +24,10 @@ from gnsfast.estimator.sample_clusters import ClusterMeasure
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
-from gnsfast.estimator.stages import Stages
 from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
-    PipelinePasses,
     find_processes,
     fsdp_degrees,
     gathered,
@@ -72,7 +70,7 @@ class Observer:
         self._watch = GradientWatch({}, {})  # of the last pass
         s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
         self.slab, self._table = slab, slab.followed.table
-        self.processes = find_processes(self._wrapped, s.group, s.stages)
+        self.processes = find_processes(self._wrapped, s.group)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
             self.processes = replace(self.processes, factor=factor)
@@ -83,7 +81,7 @@ class Observer:
             refuse([*s.features(), TENSOR_PARALLEL])
         setup = Setup(self.model, slab, s, self.processes, self.device)
         self.sides = {kind.name: kind(setup) for kind in asked}
-        self._has_agreed = self.processes.world == 1 or s.by_gradients
+        self._alone = self._has_agreed = self.processes.world == 1
         self.unseen: Counter[str] = Counter()
         self._bind()
 
@@ -92,7 +90,7 @@ class Observer:
         on one process alone, so it must not wait for others.
         """
         s, slab = self.settings, self.slab
-        if not slab.parameters and s.stages is None:
+        if not slab.parameters:
             checks.refuse_nothing(slab.followed)
         spread = fsdp_degrees(self.model)
         self._replicas = [id(p) not in spread for p in slab.parameters.values()]
@@ -106,16 +104,10 @@ class Observer:
         self.audit = Audit([] if s.by_gradients else [*slab.parameters], self._where)
 
     def settle(self) -> None:
-        """Make what depends on which parameters have norms on all stages. With stages every process
-        of them must call this.
-        """
-        s = self.settings
-        self.stages = Stages(self.model, self.slab, s.stages)
-        if not self.stages.units:
-            raise ValueError("No stage has a trainable parameter with per-sample norms")
-        of = self.slab, self.stages, s, self.processes
-        sides = [*self.sides.values()]
-        numbers = Numbers(*of, self._replicas, self.audit, sides, self._where)
+        """Make what depends on which parameters have norms on all processes."""
+        s, sides = self.settings, [*self.sides.values()]
+        of = self.slab, s, self.processes, self._replicas
+        numbers = Numbers(*of, self.audit, sides, self._where)
         self.ledger = Ledger(s.window, numbers)
 
     @property
@@ -160,16 +152,23 @@ class Observer:
             return True
         self._has_agreed, s = True, self.settings
         leaves = self.slab.followed.leaves
-        here = {leaf.name: leaf.left_out for leaf in leaves if leaf.left_out}
-        stage = 0 if s.stages is None else dist.get_rank(s.stages)  # each has its own parameters
-        found = gathered((stage, here, s.clusters), s.group)
+        shapes = {leaf.name: tuple(leaf.parameter.shape) for leaf in leaves}
+        lost = [] if s.by_gradients else [leaf for leaf in leaves if leaf.left_out]
+        here = {leaf.name: leaf.left_out for leaf in lost}
+        found = gathered((shapes, here, s.clusters), s.group)
+        if any(other != shapes for other, *_ in found):
+            raise ObservationError(
+                "The processes train different parameters, as the stages of a pipeline do. With "
+                "unit='micro_batch' measure each stage by itself: give GradientNoiseScale the "
+                "process_group of the processes that hold the same stage."
+            )
         if any(clusters != s.clusters for *_, clusters in found):
             raise ObservationError(
                 "Some processes gave gns.microbatch(clusters=...) and others did not: give it on "
                 "each of them."
             )
-        own = {name: why for k, other, _ in found if k == stage for name, why in other.items()}
-        if all(a.keys() == b.keys() for i, a, _ in found for k, b, _ in found if i == k):
+        own = {name: why for _, other, _ in found for name, why in other.items()}
+        if all(other.keys() == own.keys() for _, other, _ in found):
             return True
         if self.is_settled:
             raise ObservationError(
@@ -184,19 +183,12 @@ class Observer:
         return False
 
     @property
-    def probes(self) -> list[Tensor]:
-        """The probes of the open micro-batch."""
-        return self.slab.probes if self.is_open else []
-
-    @property
     def midway(self) -> bool:
         """Whether an update has begun and has not ended."""
         return self.is_open or bool(self._passes)
 
-    def open(
-        self, block: Block, cu_seqlens: Tensor | None = None, passes: int | None = None
-    ) -> None:
-        """Let the next forward and backward pass fill the probes; in a pipeline several."""
+    def open(self, block: Block, cu_seqlens: Tensor | None = None) -> None:
+        """Let the next forward and backward pass fill the probes."""
         if Followed.of(self.model) is not self.slab.followed:
             raise ObservationError(
                 "Parameters were moved, frozen, unfrozen or replaced since the first micro-batch, "
@@ -232,9 +224,6 @@ class Observer:
         begins = None if first or self.settings.local else self._begin_backward
         slab.open(slots, documents, facts, self.pass_over, begins, self._learned)
         self.is_open, self._split = True, False
-        one = passes in (None, 1)
-        self._alone = one and self.processes.world == 1
-        self._by_marks = one and not dist.is_initialized()  # DDP writes to whole buckets
         self._watch_gradients()
         for side in self.sides.values():
             side.start()  # after the watch, which does not audit parameters with hooks
@@ -243,8 +232,9 @@ class Observer:
         prints, parameters = self.prints, self.slab.parameters
         self._audited = self.audit.next(not self._passes)
         audited = {name: parameters[name] for name in self._audited}
+        by_marks = not dist.is_initialized()  # DDP writes to whole buckets
         try:
-            self._watch = GradientWatch(prints.named, audited, self._by_marks, prints.before)
+            self._watch = GradientWatch(prints.named, audited, by_marks, prints.before)
         except RuntimeError:
             self.discard()
             raise
@@ -276,7 +266,7 @@ class Observer:
 
     def close(self, *given: Any) -> None:
         """Take what backward left in the probes and add it to the update. ``given`` are the
-        arguments of the block, and the passes of a pipeline.
+        arguments of the block.
         """
         try:
             self._passes.append(self._closed(*given))
@@ -289,22 +279,18 @@ class Observer:
         num_samples: int,
         tokens: int | Tensor | None,
         scale: float | Tensor | None,
-        pipeline: PipelinePasses | None = None,
     ) -> Pass:
         slab, watch = self.slab, self._watch
-        passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
-        loss_factors.check_passes(num_samples, passes, tokens)
         slab.read()
-        if slab.parameters and not slab.is_reached:
+        if not slab.is_reached:
             raise ObservationError(checks.explain_no_backward(slab.followed))
-        if pipeline is not None:
-            gradients.refuse_unscaled_stage(self.settings.grad_scaler)
         if self._split:
             refuse_context_parallel(always=True)
-        if self._passes:
-            self._refuse_next(divided, tokens is not None)
+        others = {each.tokens is None for each in self._passes}
+        if others - {tokens is None} and not self.settings.by_gradients:
+            raise ValueError("tokens must be given for all micro-batches or for none")
         rows, uses, idle = slab.sums(), slab.uses, slab.idle
-        each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
+        each = isinstance(tokens, Tensor) and tokens.ndim
         reached, B = slab.each() if each else [], slab.num_samples
         samples = [t[:, :B].sum(0, dtype=torch.float64) for t in reached]
         self._stop()
@@ -321,10 +307,8 @@ class Observer:
             rows=rows,
             uses=uses,
             num_samples=num_samples,
-            passes=passes,
             tokens=kept(tokens),
             scale=1.0 if scale is None else kept(scale),
-            divided=divided,
             loss_scale=self._loss_scale(),
             samples=samples,
             left=left,
@@ -341,16 +325,6 @@ class Observer:
                 side.stop()
         self._watch.stop()
         self.is_open = False
-
-    def _refuse_next(self, divided: float, lengths: bool) -> None:
-        """Raise if one more micro-batch of the update does not fit those before it."""
-        if divided != 1.0:
-            raise ObservationError(
-                "The schedule divides all gradients after its step, and so those of earlier steps "
-                "again. For several steps in an update create it with scale_grads=False."
-            )
-        if lengths != (self._passes[-1].tokens is not None) and not self.settings.by_gradients:
-            raise ValueError("tokens must be given for all micro-batches or for none")
 
     def finish(self, grad_norm: float | Tensor | None) -> Update:
         """The update."""
@@ -395,8 +369,8 @@ class Observer:
 
     def check(self, flags: Tensor) -> None:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
-        K, parameters = len(self.stages.units), self.slab.parameters
-        calls_2K = self.stages.own_units(flags[: 2 * K].view(2, K), len(parameters))
+        parameters, K = self.slab.parameters, len(self.slab.parameters)
+        calls_2K = flags[: 2 * K].view(2, K)
         own, takes_norm = flags[2 * K :].tolist(), self.settings.takes_norm
         if wrong := checks.explain_flags(own, takes_norm):
             raise ObservationError(wrong)

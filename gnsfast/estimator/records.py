@@ -13,18 +13,16 @@ from gnsfast.estimator.fingerprint import Grads
 class Pass(NamedTuple):
     """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, ``uses`` from
     ``ProbeSlab.uses``, and ``left`` from the sides, by name. ``samples`` holds each sample's
-    squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler,
-    ``divided`` the factor that a pipeline's schedule applies after the pass. ``arrived`` are norms
-    for the audit. ``idle`` parameters got no gradient, ``unseen`` ones one that no probe has seen.
+    squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler.
+    ``arrived`` are norms for the audit. ``idle`` parameters got no gradient, ``unseen`` ones one
+    that no probe has seen.
     """
 
     rows: list[Tensor]
     uses: tuple[int, ...]
     num_samples: int
-    passes: int
     tokens: int | Tensor | None
     scale: float | Tensor
-    divided: float
     loss_scale: Tensor | None
     samples: list[Tensor]
     left: dict[str, Any]
@@ -55,9 +53,10 @@ class Update(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The numbers of U updates, of all processes and of the K units of all stages: float64 p and q
-    [U, K], q of all units together [U], the ``scalars`` of the weights [U, SCALARS], and the
-    numbers of ``sides`` [U, E]. Their columns lie one after the other in the ledger.
+    """The numbers of U updates, of all processes and of the K units, which are the parameters that
+    have norms: float64 p and q [U, K], q of all units together [U], the ``scalars`` of the weights
+    [U, SCALARS], and the numbers of ``sides`` [U, E]. Their columns lie one after the other in the
+    ledger.
     """
 
     p: Tensor

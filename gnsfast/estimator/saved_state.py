@@ -11,9 +11,9 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
     s = observer.settings
     return {
         "unit": s.unit,
-        "parameters": list(observer.stages.units),
+        "parameters": list(observer.slab.parameters),
         "left_out": list(observer.slab.left_out),
-        "units": [(name, name.rpartition(".")[0]) for name in observer.stages.units],
+        "units": [(name, name.rpartition(".")[0]) for name in observer.slab.parameters],
         "local": s.local,
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice
-from gnsfast.combinations import DOCUMENTS, GROUPS, MICRO_BATCHES, PIPELINE, refuse
+from gnsfast.combinations import DOCUMENTS, GROUPS, MICRO_BATCHES, refuse
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Settings:
     loss_reduction: str
     grad_scaler: GradScaler | None
     group: "dist.ProcessGroup | None"
-    stages: "dist.ProcessGroup | None"
     optimizer: Any = None  # whose metric is measured; None without a metric
     groups: tuple[str, ...] = ()
     dual: tuple[str, ...] = ()  # the dual norms to measure, "sign" and "spectral"
@@ -48,10 +47,6 @@ class Settings:
                 "groups and clusters cannot be measured together, because each takes the sums of "
                 "samples. Measure the one without the other."
             )
-        if self.local and self.stages is not None:
-            raise ValueError(
-                "source='local' does not work with pipeline stages: use source='global'"
-            )
         if self.local and self.metrics:
             raise ValueError(
                 f"metric={self.metrics[0]!r} needs the gradient of the whole update: use "
@@ -59,31 +54,24 @@ class Settings:
             )
         refuse(self.features())
 
-    def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
-        """The features of ``combinations`` in use. The arguments describe a micro-batch."""
+    def features(self, documents: bool = False) -> list[str]:
+        """The features of ``combinations`` in use, in a micro-batch of ``documents`` or not."""
         asked = {
             DOCUMENTS: documents,
             MICRO_BATCHES: bool(self.metrics) or self.by_gradients,
             GROUPS: bool(self.groups or self.clusters),
-            PIPELINE: schedule or self.stages is not None,
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
 
-    def check_block(
-        self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any, ids: Any
-    ) -> None:
+    def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, ids: Any) -> None:
         """Raise if the arguments of a micro-batch do not go together."""
         if ids is not None and not self.keep_largest:
             raise ValueError(
                 "ids name the samples that GradientNoiseScale(keep_largest=16) keeps, and this one "
                 "keeps none"
             )
-        if schedule is not None and self.keep_largest:
-            raise ValueError("keep_largest does not work with a schedule, which splits samples")
-        if schedule is not None and self.local:
-            raise ValueError("source='local' does not work with a schedule: use source='global'")
-        if cu_seqlens is not None or schedule is not None:
-            refuse(self.features(cu_seqlens is not None, schedule is not None))
+        if cu_seqlens is not None:
+            refuse(self.features(documents=True))
         if tokens is not None and getattr(tokens, "ndim", 0) != 1:
             if groups is not None or self.clusters:
                 kind = "groups" if groups is not None else "clusters"

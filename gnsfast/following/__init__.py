@@ -15,7 +15,7 @@ from gnsfast.following.functions import (
     of_torch,
 )
 from gnsfast.following.hooks import Hook
-from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
+from gnsfast.following.layouts import FIRST, SHARED, UNKNOWN, Layout, Place
 from gnsfast.following.leaf import (
     NO_ROWS,
     NOTHING,
@@ -35,6 +35,7 @@ __all__ = [
     "CASTS",
     "COPIES",
     "EXCLUDED",
+    "FIRST",
     "NOTHING",
     "NO_ROWS",
     "OPENED",

@@ -146,12 +146,13 @@ class Leaf:
 
     def forget(self) -> None:
         """Know nothing of a table."""
-        self.learn([()])
-        self.is_learned, self.left_out = False, self.refused
+        self.learn([])
+        self.left_out = self.refused
 
     def learn(self, batches: Sequence[Sequence[Row]], routes: tuple[str, ...] = ()) -> None:
         """Take over what the table says of it."""
-        self.batches, self.routes, self.is_learned = [*map(tuple, batches)], routes, True
+        self.batches, self.routes = [*map(tuple, batches)], routes
+        self.is_learned = bool(self.batches)
         self.recent.clear()
         self.by_name: dict[str, Row] = {}
         self.is_ordered = False

@@ -67,7 +67,7 @@ def linear(
             out_features].
         bias: [out_features] or None.
         probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
-            A plan that measures more needs more rows or columns (``Plan``).
+            A plan with groups needs more columns (``Plan``).
         plan: which rows belong to which sample, and what is measured.
         links: the links of earlier embeddings that share ``weight``.
 

@@ -5,7 +5,6 @@ Each module imports its framework. ``import gnsfast`` and this package import no
 
 ``gnsfast.integrations.transformers.GNSCallback`` measures a run of transformers' Trainer.
 ``gnsfast.integrations.transformers_batch_size.BatchSizeCallback`` grows its batch size.
-``gnsfast.integrations.transformers_branches.TrainerRun`` trains branches of its run.
 ``gnsfast.integrations.lightning.GNSMonitor`` measures a run of Lightning's Trainer.
 ``gnsfast.integrations.lightning_batch_size.BatchSizeCallback`` grows its batch size.
 ``gnsfast.integrations.trackers`` writes JSON lines, or to TensorBoard or Weights & Biases.

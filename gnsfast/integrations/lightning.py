@@ -54,7 +54,8 @@ class GNSMonitor(Measuring, Callback):
         tracker: gets the same metrics, on the first process. The caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
-            ``"spectral"`` if it is a ``torch.optim.Muon``.
+            ``"spectral"`` if it is a ``torch.optim.Muon``. All three need
+            ``accumulate_grad_batches`` of 2 or more, or several processes.
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``monitor.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
             log, and ``gnsfast report`` shows them.

@@ -143,12 +143,11 @@ class Measuring:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Continue the measurements of a checkpoint, which says whose largest samples its run has
-        logged. An older checkpoint does not, and counts as if it had logged all.
+        logged.
         """
         assert self.gns is not None
         self.gns.load_state_dict(state)
-        self._newly_largest()
-        self._listed = state.get("listed", self._listed)
+        self._listed = state["listed"]
 
     def _state(self) -> dict[str, Any]:
         """All measurements, for a checkpoint. All processes must call this."""

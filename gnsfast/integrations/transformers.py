@@ -76,8 +76,10 @@ class GNSCallback(Measuring, TrainerCallback):
         tracker: gets the same metrics, on the first process. The caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: as there. GNSCallback passes Trainer's optimizer for ``"adam"``, and for
-            ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
-            running means as large as the parameters, which checkpoints then hold.
+            ``"spectral"`` if it is a ``torch.optim.Muon``. All three need
+            ``gradient_accumulation_steps`` of 2 or more, or several processes. ``"sign"`` and
+            ``"spectral"`` keep running means as large as the parameters, which checkpoints then
+            hold.
         keep_largest: how many samples with the largest gradients to keep of each update, for
             ``callback.gns.largest()``. A ``JSONLTracker`` gets those of the updates since the last
             log, and ``gnsfast report`` shows them.
@@ -142,7 +144,7 @@ class GNSCallback(Measuring, TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.ids is not None:
             trainer = calling_frame()["self"]
-            # ``TrainerRun`` trains without callbacks, whose batches must not hold the column.
+            # Without the callback nothing takes the column out of the batches.
             keep_column(trainer, self.ids, lambda: self in trainer.callback_handler.callbacks)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

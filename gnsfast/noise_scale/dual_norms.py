@@ -13,7 +13,8 @@ running mean of c over past updates and this one, and R = (V before this update)
 its mean eigenvalue. Let ĝ be the update's mean gradient, g¹ and g² those of the halves of its
 samples, and D(g) the step that g would take: its signs, or U Wᵀ of its singular vectors.
 
-    noise    (tr V^½ · tr c V^-½)^½              its square's mean is at most σ²
+    noise    (tr V^½ · tr c V^-½)^½              its square's mean is at most σ²; where the product
+                                                 is below zero by chance, so is this
     aligned  (⟨D(g¹), g²⟩ + ⟨D(g²), g¹⟩) / 2     its mean is at most ‖G‖, as D has norm 1
     halves   (‖g¹‖ + ‖g²‖) / 2                   its mean is at least ‖G‖, by convexity
     whole    ‖ĝ‖                                 the same, and closer
@@ -21,10 +22,11 @@ samples, and D(g) the step that g would take: its signs, or U Wᵀ of its singul
     excess   tr R^-1 c                           σ² ≤ scale · E excess and
     weighted tr R^-1 Q                           ‖G‖² ≤ scale · E weighted, by Cauchy and Schwarz
 
-The square of noise has the mean E (tr V^½)² where the updates that V is made of are alike, which is
-at most σ², as (tr V^½)² is concave in V: σ is 1 / (4 d) too small for a V of d samples. A root of
-each square would lose more, 4 to 7 % where samples have heavy tails, so squares of ``AVERAGED``
-updates are averaged first. A root of the whole window's would not fit norms that fall meanwhile.
+The square of noise, with its sign, has the mean E (tr V^½)² where the updates that V is made of are
+alike, which is at most σ², as (tr V^½)² is concave in V: σ is 1 / (4 d) too small for a V of d
+samples. A root of each square would lose more, 4 to 7 % where samples have heavy tails, so squares
+of ``AVERAGED`` updates are averaged first. A root of the whole window's would not fit norms that
+fall meanwhile.
 So σ and ‖G‖ are bounded on both sides. The interval ends at the 95 % limits of the least and of the
 largest (σ / ‖G‖)² that the bounds allow. Within it, the estimate of ‖G‖² is aligned · halves, or
 the upper bound if that is smaller. Its limit is exact where the entries of G (or its singular
@@ -159,8 +161,9 @@ def averaged_before_root(noise: Tensor, weights: Tensor) -> Tensor:
     """
     found = []
     for own, share in zip(noise.split(AVERAGED), weights.split(AVERAGED)):
-        root = ((share / share.sum()) @ own.square()).sqrt()
-        found.append(torch.where(root > 0, (own.square() / root + root) / 2, 0.0))
+        squares = own * own.abs()
+        root = ((share / share.sum()) @ squares).sqrt()
+        found.append(torch.where(root > 0, (squares / root + root) / 2, 0.0))
     return torch.cat(found)
 
 
@@ -182,7 +185,7 @@ def sign_numbers(of: Parts) -> Tensor:
         *(torch.where(past > 0, t / past, 0.0) for t in (of.new, of.square)),
     )
     sums = torch.stack([t.sum(dtype=torch.float64) for t in parts])
-    return torch.cat([sums[:2].prod(0, keepdim=True).sqrt(), sums[2:]])
+    return torch.cat([_signed_root(sums[:2].prod(0, keepdim=True)), sums[2:]])
 
 
 def spectral_numbers(of: Parts) -> Tensor:
@@ -194,10 +197,15 @@ def spectral_numbers(of: Parts) -> Tensor:
     step_2, norm_2 = _steepest(of.second)
     aligned = (step_1 * of.second + step_2 * of.first).sum() / 2
     whole = torch.linalg.svdvals(of.whole).sum()
-    noise = (root_S.sum() * along_S.sum()).sqrt()
+    noise = _signed_root(root_S.sum() * along_S.sum())
     last = past_S.sum(), excess_S.sum(), weighted_S.sum()
     parts = noise, aligned, (norm_1 + norm_2) / 2, whole, *last
     return torch.stack([t.double() for t in parts])
+
+
+def _signed_root(square: Tensor) -> Tensor:
+    """The root of a square that is below zero where an unbiased variance is."""
+    return square.sign() * square.abs().sqrt()
 
 
 def _roots(moment: Tensor, floor: float, *others: Tensor) -> list[Tensor]:

@@ -16,7 +16,6 @@ FSDP2 with a divide factor f          1                        1/f
 DDP under ``no_sync``, FSDP2 without  1                        1/R at the last micro-batch
 gradient sync
 tensor parallel processes             1: each has the whole    1: their shards add
-pipeline stages, A passes             1, later 1/A             1/A where the schedule divides
 ``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
 ====================================  =======================  ================================
 
@@ -101,39 +100,6 @@ def _vector(parts: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _float64(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device, torch.float64, non_blocking=True)
-
-
-def block_scalars(
-    num_samples: int,
-    passes: int,
-    tokens: int | Tensor | None,
-    scale: float | Tensor,
-    loss_reduction: str,
-    local: bool,
-    device: torch.device,
-) -> Tensor:
-    """``microbatch_scalars`` summed over the ``passes`` equal micro-batches of a block."""
-    n = num_samples // passes
-    if passes == 1 or tokens is None:
-        found = microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
-        return found if passes == 1 else passes * found
-    check_passes(num_samples, passes, tokens)
-    assert isinstance(tokens, Tensor)
-    parts = [
-        microbatch_scalars(n, each, scale, loss_reduction, local, device)
-        for each in tokens.split(n)
-    ]
-    return torch.stack(parts).sum(0)
-
-
-def check_passes(num_samples: int, passes: int, tokens: int | Tensor | None) -> None:
-    """Raise ValueError for ``tokens`` that do not say how many each of several passes has."""
-    each = isinstance(tokens, Tensor) and tokens.ndim == 1
-    if passes > 1 and tokens is not None and not each:
-        raise ValueError(
-            "each pass of a pipeline has its own loss, so tokens must be a tensor with one count "
-            f"per sample, of shape [{num_samples}]"
-        )
 
 
 def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the processes and pipeline stages that share an update."""
+"""Finds the processes that share an update."""
 
 from gnsfast.parallel.first import first, is_first, mean, meet, process_count
-from gnsfast.parallel.pipeline import PipelinePasses
 from gnsfast.parallel.processes import (
     Processes,
     collectives,
@@ -21,7 +20,6 @@ from gnsfast.parallel.split_samples import (
 )
 
 __all__ = [
-    "PipelinePasses",
     "Processes",
     "collectives",
     "find_processes",

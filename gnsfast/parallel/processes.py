@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which processes share an update, and how: by data, tensor or pipeline parallelism.
+"""Finds which processes share an update, and how: by data or tensor parallelism.
 
 The parameters show tensor parallelism: a DTensor is tensor parallel if its mesh does not belong to
-FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have different parameters, so
-the caller names their process group.
+FSDP2, or is larger than the part that FSDP2 shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,23 +22,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """``world`` processes, which are ``data`` times ``tensor`` times ``stages``.
+    """``world`` processes, which are ``data`` times ``tensor``.
 
     ``data`` processes have different samples. ``tensor`` processes share every layer, and so
-    measure the same norms. ``stages`` processes have different layers for the same samples.
-    ``coordinate`` is the place of this process among those that share a layer. The sum of gradients
-    is divided by ``factor`` if FSDP2's ``set_gradient_divide_factor`` was called, else by ``data``.
+    measure the same norms. ``coordinate`` is the place of this process among those that share a
+    layer. The sum of gradients is divided by ``factor`` if FSDP2's ``set_gradient_divide_factor``
+    was called, else by ``data``.
     """
 
     world: int = 1
     tensor: int = 1
-    stages: int = 1
     coordinate: int = 0
     factor: float | None = None
 
     @property
     def data(self) -> int:
-        return self.world // (self.tensor * self.stages)
+        return self.world // self.tensor
 
     @property
     def divisor(self) -> float:
@@ -47,10 +45,9 @@ class Processes:
 
     def copies(self, grad: Any) -> int:
         """The number of processes that hold the same part of a gradient."""
-        replicas = self.world // self.stages
         if not is_dtensor(grad):
-            return replicas
-        copies: int = replicas // grad.device_mesh.size()
+            return self.world
+        copies: int = self.world // grad.device_mesh.size()
         for size, placement in zip(grad.device_mesh.shape, grad.placements):
             if placement.is_replicate():
                 copies *= size
@@ -62,12 +59,8 @@ class Processes:
         return copies
 
 
-def find_processes(
-    model: nn.Module, group: "dist.ProcessGroup | None", stages: "dist.ProcessGroup | None"
-) -> Processes:
+def find_processes(model: nn.Module, group: "dist.ProcessGroup | None") -> Processes:
     """The processes that train ``model``, which includes its DDP and FSDP wrappers.
-
-    With ``stages`` every process of that group must call this.
 
     Raises:
         NotImplementedError: for FSDP 1, for samples split over processes (context parallelism), and
@@ -76,18 +69,46 @@ def find_processes(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Processes()
-    if stages is None:
-        return _find(model, group, None, [])
-    error, degree = None, 1
-    try:
-        degree = _find(model, group, stages, []).tensor
-    except (NotImplementedError, ValueError) as e:
-        error = f"{type(e).__name__}: {e}"
-    # Gather before raising. Otherwise the other processes would wait for one that has raised.
-    found = gathered((degree, error), stages)
-    if errors := [f"stage {k}: {e}" for k, (_, e) in enumerate(found) if e is not None]:
-        raise ValueError("; ".join(errors))
-    return _find(model, group, stages, [d for d, _ in found])
+    members = set(dist.get_process_group_ranks(group))
+    for path, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise NotImplementedError(
+                f"{path or 'the model'} is wrapped by FullyShardedDataParallel (FSDP 1), which "
+                "leaves no gradient of a single parameter: use torch.distributed.fsdp.fully_shard "
+                "(FSDP 2)"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ranks = set(dist.get_process_group_ranks(module.process_group))
+            _refuse_outside(f"{path or 'the model'}, a DistributedDataParallel,", ranks, members)
+    sharded_over, coordinate = fsdp_degrees(model), 0
+    degrees: dict[int, str] = {}
+    parameters = parameters_at_rest(model)
+    refuse_split_samples(model, parameters.values(), members)
+    for name, p in parameters.items():
+        if is_dtensor(p):
+            mesh: Any = p.device_mesh
+            _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
+            degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
+            if id(p) not in sharded_over:
+                coordinate = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0])
+    several = sorted(degrees.keys() - {1})
+    if len(several) > 1:
+        raise NotImplementedError(
+            f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
+            f"by {several[1]}. {SEVERAL_DEGREES}"
+        )
+    on = Processes(len(members), several[0] if several else 1, coordinate)
+    if on.world % on.tensor:
+        raise ValueError(
+            f"{on.world} processes do not divide into models of {on.tensor} tensor-parallel ones"
+        )
+    for name, p in parameters.items():
+        if sharded_over.get(id(p), on.data) != on.data:
+            raise NotImplementedError(
+                f"FSDP spreads {name} over {sharded_over[id(p)]} of the {on.data} data-parallel "
+                f"processes. {SEVERAL_DEGREES}"
+            )
+    return on
 
 
 def gathered(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
@@ -126,59 +147,6 @@ def sharding_groups(parameters: Iterable[Any]) -> list[Any]:
                 group = p.device_mesh.get_group(dim)
                 found[group.group_name] = group
     return list(found.values())
-
-
-def _find(
-    model: nn.Module,
-    group: "dist.ProcessGroup | None",
-    stages: "dist.ProcessGroup | None",
-    elsewhere: list[int],
-) -> Processes:
-    """``find_processes``, given the tensor parallel degrees ``elsewhere``, on other stages."""
-    members = set(dist.get_process_group_ranks(group))
-    depth = 1 if stages is None else dist.get_world_size(stages)
-    if stages is not None:
-        _refuse_outside("the pipeline", set(dist.get_process_group_ranks(stages)), members)
-    for path, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise NotImplementedError(
-                f"{path or 'the model'} is wrapped by FullyShardedDataParallel (FSDP 1), which "
-                "leaves no gradient of a single parameter: use torch.distributed.fsdp.fully_shard "
-                "(FSDP 2)"
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            ranks = set(dist.get_process_group_ranks(module.process_group))
-            _refuse_outside(f"{path or 'the model'}, a DistributedDataParallel,", ranks, members)
-    sharded_over, coordinate = fsdp_degrees(model), 0
-    degrees: dict[int, str] = dict.fromkeys(elsewhere, "a layer of another stage")
-    parameters = parameters_at_rest(model)
-    refuse_split_samples(model, parameters.values(), members)
-    for name, p in parameters.items():
-        if is_dtensor(p):
-            mesh: Any = p.device_mesh
-            _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
-            degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
-            if id(p) not in sharded_over:
-                coordinate = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0])
-    several = sorted(degrees.keys() - {1})
-    if len(several) > 1:
-        raise NotImplementedError(
-            f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
-            f"by {several[1]}. {SEVERAL_DEGREES}"
-        )
-    on = Processes(len(members), several[0] if several else 1, depth, coordinate)
-    if on.world % (on.tensor * on.stages):
-        raise ValueError(
-            f"{on.world} processes do not divide into models of {on.tensor} tensor-parallel times "
-            f"{on.stages} pipeline processes"
-        )
-    for name, p in parameters.items():
-        if sharded_over.get(id(p), on.data) != on.data:
-            raise NotImplementedError(
-                f"FSDP spreads {name} over {sharded_over[id(p)]} of the {on.data} data-parallel "
-                f"processes. {SEVERAL_DEGREES}"
-            )
-    return on
 
 
 SEVERAL_DEGREES = (

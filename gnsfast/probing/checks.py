@@ -141,12 +141,11 @@ def explain_sums(
     )
 
 
-FLAGS = "written", "stale", "another", "padded", "empty", "apart", "norms", "weights"
+FLAGS = "written", "stale", "another", "padded", "empty", "apart", "norms"
 """What may be wrong with updates. Gradients were ``written`` to after backward, or not zero before
 the first micro-batch (``stale``). ``grad_norm`` is ``another`` than that of the probes. Samples
 without tokens have gradients (``padded``), or samples with tokens have none (``empty``). Processes
-have different gradients (``apart``), different values of ``grad_norm`` (``norms``), or different
-``weights`` of the same samples."""
+have different gradients (``apart``) or different values of ``grad_norm`` (``norms``)."""
 
 MESSAGES = {
     "padded": (
@@ -160,7 +159,7 @@ MESSAGES = {
     ),
     "norms": (
         "The processes gave different values of grad_norm to gns.update(). Each must give the "
-        "norm of the whole gradient, in a pipeline the norm over all stages."
+        "norm of the whole gradient."
     ),
     "another": (
         "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
@@ -168,10 +167,6 @@ MESSAGES = {
         "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
         "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
         "case pass grad_scaler=scaler to GradientNoiseScale."
-    ),
-    "weights": (
-        "The pipeline's stages got different tokens or scale, though they see the same "
-        "samples. Give gns.microbatch the same values on each stage."
     ),
     "apart": (
         "The processes have different gradients at gns.update(), so nobody has averaged them. "

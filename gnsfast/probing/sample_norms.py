@@ -164,7 +164,7 @@ class per_sample_sqnorms:
         found = torch.cat([none, *(sums.cpu() for sums in slab.sums())])
         rows_K3 = torch.zeros_like(found).index_copy_(0, slab.order(cpu), found)
         uses = torch.tensor(slab.uses, dtype=torch.float64, device=cpu)
-        calls_K = calls_of(rows_K3[:, 2], uses, 1.0).tolist()
+        calls_K = calls_of(rows_K3[:, 2], uses).tolist()
         for name, calls in zip(slab.parameters, calls_K):
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))

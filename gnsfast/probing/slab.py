@@ -61,6 +61,13 @@ class ProbeSlab:
         """The trained parameters that have no norms."""
         return [leaf.name for leaf in self.followed.leaves if leaf.name not in self.parameters]
 
+    @property
+    def covered(self) -> float:
+        """The share of the trained elements that have norms."""
+        sizes = {leaf.name: leaf.parameter.numel() for leaf in self.followed.leaves}
+        missing = sum(sizes[name] for name in self.left_out)
+        return 1.0 - missing / max(1, sum(sizes.values()))
+
     def lost(self) -> list[str]:
         """Those that a batch has shown to have no norms since ``refresh``."""
         now = {leaf.name for leaf in self._measured()}
@@ -91,7 +98,7 @@ class ProbeSlab:
         B, own = self.num_samples, self.rows.tensors
         if self.rows.leaves != leaves:
             own = [self.rows_of(leaf) for leaf in leaves]
-        grad = torch.cat(own) if own else torch.zeros(0, B + 2)
+        grad = torch.cat(own)
         samples, rest, _ = grad.split_with_sizes([B, 2, grad.shape[1] - B - 2], 1)
         return torch.cat([samples.sum(1, True, dtype=torch.float64), rest.double()], 1)
 
@@ -112,11 +119,6 @@ class ProbeSlab:
     def is_reached(self) -> bool:
         """Whether backward has reached a probe of the last pass."""
         return self.followed.passes.is_reached
-
-    @property
-    def probes(self) -> list[Tensor]:
-        """The probes of the open pass."""
-        return self.followed.passes.probes
 
     def read(self) -> None:
         """Take what the pass left in the probes. Raise after ``create_graph=True``, which gives
@@ -226,8 +228,8 @@ class ProbeSlab:
         self.followed.passes.forget_probes()
 
 
-def calls_of(reached: Tensor, uses: Tensor, passes: Tensor | float) -> Tensor:
-    """In how many ``passes`` parameters were reached, and how many times too often: from how many
-    of their ``uses`` were reached. NaN stands for a use that gave no norms.
+def calls_of(reached: Tensor, uses: Tensor) -> Tensor:
+    """1 for parameters that a pass has reached, plus how many times too often, from how many of
+    their ``uses`` were reached. NaN stands for a use that gave no norms.
     """
-    return (reached != 0).double() * passes + (reached - uses).clamp(min=0.0)
+    return (reached != 0).double() + (reached - uses).clamp(min=0.0)

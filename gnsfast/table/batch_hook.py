@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sees the batch that a model gets in an open block, where its table is still to be learnt."""
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,7 @@ class BatchHook:
         """
         table, several = followed.table, samples > 1 or bool(followed.structure.groups)
         trains = followed.structure.model.training
-        is_new = table is None or (trains and not table.is_trained)
+        is_new = table is None or not table.batches or (trains and not table.is_trained)
         return documents is not None or (is_new and several)
 
     def remove(self) -> None:
@@ -73,11 +74,13 @@ class BatchHook:
                 and (table.is_trained or not module.training)
             ):
                 return
-        self.remove()
+        self._handle.remove()  # compiled code goes on in eager mode to the end of the block
         samples = Samples.of(batch, rows, None, name)
         model = followed.structure.model
         table = table_of(followed, lambda b: model(*b[0], **b[1]), samples, documents)
         (table if followed.table is None else followed.table | table).tell(followed)
+        log = logging.getLogger("gnsfast")
+        log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())
         self._learned()
 
 

@@ -16,7 +16,7 @@ from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
-from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, refuse_mixed_documents
+from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, prove_documents
 from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
@@ -125,28 +125,50 @@ def table_of(
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves):
-        trial, traces, late = _traced_with_some(trial)
-        shown = Shown.of(traces, late)
-        proof, rows = prove(trial, shown.rows, traces.result_places, shown.rtol, training=False)
-        places, trains = traces.result_places, structure.model.training
-        if structure.on_any(bool(proof.reason) and trains):  # a model may be one to train alone
-            proof, rows = prove(trial, rows, places, shown.rtol, training=True)
-        if late is not None:
-            places = late.result_places
-            of_late, rows = prove(trial, rows, places, shown.rtol, training=True)
-            proof = proof.with_late(of_late, shown.late)
-        meet = {} if proof.reason else meeting(trial, places)
-        # A parameter that none of the few samples has reached takes the row of its siblings.
-        meet = {name: why for name, why in meet.items() if name in shown.routes}
-        if samples.are_unclear and (meet or proof.wrong):
-            proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
-        proof = proof._replace(wrong=shared(meet | proof.wrong, dict.__or__, structure.groups))
-        if documents is not None:
-            refuse_mixed_documents(trial, documents, places)
-        shown = shown._replace(rows=rows)
+        if documents is None:
+            shown, proof = _proven(*_traced_with_some(trial))
+        else:
+            shown, proof = _proven_documents(trial, documents)
+        proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
         table = _assembled(followed, shown, proof, few, unproven, documents is not None)
         _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
     return table
+
+
+def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown", Proof]:
+    """What the traces show, and the proof of it."""
+    structure, shown = trial.followed.structure, Shown.of(traces, late)
+    places, rtol = traces.result_places, shown.rtol
+    proof, rows = prove(trial, shown.rows, places, rtol, training=False)
+    if structure.on_any(bool(proof.reason) and structure.model.training):
+        proof, rows = prove(trial, rows, places, rtol, training=True)  # a model to train alone
+    if late is not None:
+        places = late.result_places
+        of_late, rows = prove(trial, rows, places, rtol, training=True)
+        proof = proof.with_late(of_late, shown.late)
+    meet = {} if proof.reason else meeting(trial, places)
+    # A parameter that none of the few samples has reached takes the row of its siblings.
+    meet = {name: why for name, why in meet.items() if name in shown.routes}
+    if trial.samples.are_unclear and (meet or proof.wrong):
+        proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
+    return shown._replace(rows=rows), proof._replace(wrong={**meet, **proof.wrong})
+
+
+def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
+    """The same for packed documents. A single row that the model does not take twice needs no
+    table: its tokens are in order.
+    """
+    try:
+        traced = _traced(trial, len(trial.order) + 1) if any(trial.samples.layouts) else None
+    except Exception:  # the model's own, whatever it is
+        traced = None
+    if traced is None:
+        proof, rows = prove_documents(trial, documents, None, (), 1e-3)
+        return Shown(rows, {}, {}, frozenset(), 1e-3), proof
+    traces, late = traced
+    shown, places = Shown.of(traces, late), traces.result_places
+    proof, rows = prove_documents(trial, documents, shown.rows, places, shown.rtol)
+    return shown._replace(rows=rows), proof
 
 
 class Shown(NamedTuple):
@@ -234,16 +256,14 @@ def _assembled(
     proofs: dict[str, str] = {}
     left_out: dict[str, str] = {}
     doubtful: dict[str, str] = {}
-    without_gradient = proof.silent | {
-        leaf.name for leaf in followed.leaves if leaf.name not in routes
-    }
+    unreached = {leaf.name for leaf in followed.leaves if routes and leaf.name not in routes}
     for leaf in followed.leaves:
         name = leaf.name
         if leaf.refused or name in proof.wrong:
             left_out[name] = leaf.refused or proof.wrong[name]
         elif proof.reason:
             doubtful[name] = f"not proven: {proof.reason}"
-        elif name not in routes:
+        elif routes and name not in routes:
             doubtful[name] = "no sample of the batch has reached it"
         elif name in proof.silent:
             doubtful[name] = "the batch gives it no gradient"
@@ -269,11 +289,13 @@ def _assembled(
             left_out[name] = why
     return Table(
         type(followed.structure.model).__name__,
-        (rows,),
+        (rows,) if rows else (),
         routes,
         proofs,
         left_out,
-        frozenset() if proof.reason else without_gradient & doubtful.keys() & left_out.keys(),
+        frozenset()
+        if proof.reason
+        else (proof.silent | unreached) & doubtful.keys() & left_out.keys(),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
         shown.rtol > 1e-2,

@@ -9,6 +9,7 @@ from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or oth
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following import (
+    FIRST,
     Followed,
     Layout,
     Leaf,
@@ -327,49 +329,112 @@ def _others(norms: Any, failed: dict[str, str], others: Sequence[int]) -> dict[s
     return meet | failed
 
 
-def refuse_mixed_documents(trial: Trial, documents: Documents, places: Sequence[Place]) -> None:
-    """Raise if packed documents attend to each other: a loss of every second document must give the
-    others no gradient.
+def prove_documents(
+    trial: Trial, documents: Documents, rows: Rows | None, places: Sequence[Place], rtol: float
+) -> tuple[Proof, Rows]:
+    """The proof of ``rows`` for packed documents, of which a few have a loss, beside the gradients
+    of the loss of each of them in the same batch; and the rows that it proves. None stands for rows
+    of a table that could not be learnt.
+
+    Raises:
+        ObservationError: if a loss of some documents gives others a gradient, since they attend to
+            each other.
     """
-    D, passes = len(documents.starts) - 1, trial.followed.passes
-    lost = {leaf.name for leaf in trial.leaves if leaf.left_out}
-    for k in (0, 1):
-        passes.begin_trial(D, documents)
-        with trial.results(range(trial.samples.n)) as (results, _):
-            parts = _of_documents(trial, results, documents, range(k, D, 2), places)
-            is_shown = not trial.followed.structure.on_any(not parts)
-            norms = trial.norms(parts, D) if is_shown else ""
-        for name in _others(norms, {}, range(1 - k, D, 2)).keys() - lost:
-            raise ObservationError(
-                f"{type(trial.followed.structure.model).__name__}: the packed documents attend to "
-                f"each other, as the gradients of {name} show. The attention mask must be "
-                "block-diagonal: position_ids that begin again at 0 with every document for models "
-                "of transformers, attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
-            )
+    followed, learned = trial.followed, () if rows is None else (rows,)
+    D = len(documents.starts) - 1
+    full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
+    chosen = full[1::2][:3] or full[:1]
+    others = [d for d in range(D) if d not in chosen]
+    values, every = [leaf.current for leaf in trial.leaves], range(trial.samples.n)
+    weighed: list[Weighed] = []
+
+    def measured() -> tuple[Measured, dict[str, str]]:
+        followed.passes.begin_trial(D, documents)
+        with trial.results(every) as (results, _):
+            if not weighed:
+                weighed.extend(_weights_of_documents(trial, results, documents, chosen, places))
+            parts = [_document(trial, results, documents, w, d) for w in weighed for d in chosen]
+            shown = not followed.structure.on_any(not parts)
+            norms = trial.norms(parts, D) if shown else NO_RESULT
+        attending = {} if isinstance(norms, str) else _others(norms, {}, others)
+        if not isinstance(norms, str):
+            norms = {leaf: each[chosen] for leaf, each in norms.items()}
+        return Measured(weighed, norms, trial.failed, False), attending
+
+    followed.learn(*learned)
+    first, attending = measured()
+    truth: list[dict[Leaf, float]] = []
+    for d in () if isinstance(first.norms, str) else chosen:
+        with followed.structure.bare(), trial.results(every) as (results, images):
+            parts = [_document(trial, results, documents, w, d) for w in weighed]
+            grads = gradients(parts, [*values, *images], keep=True)
+        sqnorms = [0.0 if g is None else _sqnorm(g) for g in grads]
+        truth.append(dict(zip(trial.leaves, sqnorms)))
+    known = first.norms if isinstance(first.norms, str) else truth
+    proof = judged(first, known, rtol)
+    names = {*proof.wrong, *attending} if rows is not None else set[str]()
+    turned = {name: tuple(map(interleaved, (rows or {}).get(name, ()))) for name in names}
+    turned = {name: new for name, new in turned.items() if new != (rows or {}).get(name)}
+    if rows is not None and followed.structure.on_any(bool(turned)):
+        followed.learn({**rows, **turned})
+        again, attending = measured()
+        second = judged(again, known, rtol)
+        right = names - second.wrong.keys() - attending.keys()
+        rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
+        wrong = {name: why for name, why in proof.wrong.items() if name not in right}
+        proof = proof._replace(wrong=wrong)
+        followed.learn(rows)
+    lost = {leaf.name for leaf in trial.leaves if leaf.left_out} | first.lost.keys()
+    for name in attending.keys() - lost:
+        raise ObservationError(
+            f"{type(followed.structure.model).__name__}: the packed documents attend to each "
+            f"other, as the gradients of {name} show. The attention mask must be block-diagonal: "
+            "position_ids that begin again at 0 with every document for models of transformers, "
+            "attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
+        )
+    return proof, rows or {}
 
 
-def _of_documents(
+def _weights_of_documents(
     trial: Trial,
     results: list[Tensor],
     documents: Documents,
     chosen: Sequence[int],
     places: Sequence[Place],
-) -> list[Weighted]:
-    """The rows of the ``chosen`` documents in the results that hold the tokens, with random
-    weights.
-    """
-    parts, rows, N = [], trial.samples.n, documents.tokens
-    for t, place in zip(results, places):
-        if not (t.requires_grad and isinstance(place, Layout)):
+) -> list[Weighed]:
+    """The results that hold the tokens, with random weights for those of the ``chosen``
+    documents."""
+    weighed, rows = [], trial.samples.n
+    for number, (t, place) in enumerate(zip_longest(results, places, fillvalue=FIRST)):
+        if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
             continue
-        if rows > 1 and place.fits(t.shape, rows):
-            t = place.samples_first(t, rows)
-        if any(t.shape[:d].numel() == N for d in range(1, t.ndim + 1)):
-            document_N = documents_of_rows(documents.starts.to(t.device), N)
-            rows_of_these = torch.isin(document_N, document_N.new_tensor([*chosen]))
-            tokens = t.reshape(N, -1)[rows_of_these]
-            parts.append((tokens, torch.randn_like(tokens)))
-    return parts
+        t_NF = _tokens(t, place, rows, documents.tokens)
+        if t_NF is not None:
+            document_N = documents_of_rows(documents.starts.to(t.device), documents.tokens)
+            is_chosen_N = torch.isin(document_N, document_N.new_tensor([*chosen]))
+            weights = torch.randn_like(t_NF, requires_grad=False) * is_chosen_N[:, None]
+            weighed.append(Weighed(number, place, weights))
+    return weighed
+
+
+def _tokens(t: Tensor, place: Layout, rows: int, tokens: int) -> Tensor | None:
+    """A result [N, features] with the tokens of packed documents in order; None if it has
+    others."""
+    if rows > 1 and place.fits(t.shape, rows):
+        t = place.samples_first(t, rows)
+    holds = any(t.shape[:d].numel() == tokens for d in range(1, t.ndim + 1))
+    return t.reshape(tokens, -1) if holds else None
+
+
+def _document(
+    trial: Trial, results: list[Tensor], documents: Documents, weighed: Weighed, d: int
+) -> Weighted:
+    """The tokens of a document in a result, with their weights."""
+    t = results[weighed.number]
+    t_NF = _tokens(t, weighed.layout, trial.samples.n, documents.tokens)
+    assert t_NF is not None
+    start, end = (int(k) for k in documents.starts[d : d + 2])
+    return t_NF[start:end], weighed.weights[start:end]
 
 
 @contextmanager

@@ -34,7 +34,8 @@ class Samples(NamedTuple):
         """
         tensors = tensors_of(batch)
         layouts = tuple(_layout_of(t, n) for t in tensors)
-        if take is None and n and not any(layout and not layout.several for layout in layouts):
+        holds = any(layout and not layout.several for layout in layouts)
+        if take is None and n > 1 and not holds:
             shapes = ", ".join(str([*t.shape]) for t in tensors[:4]) or "none"
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "

@@ -137,8 +137,7 @@ class Table:
         return cls(**{**state, "batches": batches, "routes": routes, "unreached": unreached})
 
     def __str__(self) -> str:
-        head = ("parameter", "elements", "functions", "samples", "proven by")
-        lines = [head]
+        lines = [("parameter", "elements", "functions", "samples", "proven by")]
         for names in _alike(self.proofs, lambda name: (self._places(name), self.routes.get(name))):
             n = sum(self.elements[name] for name in names)
             route = " + ".join(self.routes.get(names[0], ())) or "-"
@@ -146,19 +145,21 @@ class Table:
             lines.append((_title(names), f"{n:,}", route, self._places(names[0]), proof))
         widths = [max(map(len, column)) for column in zip(*lines)]
         text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        text.append(
-            f"{self.model}: measured are {len(self.proofs)} of {len(self.elements)} parameters, "
+        return "\n".join([*text, self.summary()])
+
+    def summary(self) -> str:
+        """How much is measured, and what is left out, why."""
+        text = [
+            f"{self.model}: {len(self.proofs)} of {len(self.elements)} parameters are measured, "
             f"{self.covered_fraction:.1%} of the elements and {self.covered_norm:.1%} of the "
-            "squared gradient norms of the samples. This is proven for the model, not for a loss "
-            "outside of it: gnsfast.verify(model, loss, batch) sees that."
-        )
-        if self.left_out:
-            total = sum(self.sqnorms.values()) or 1.0
-            text.append("left out:")
-            for names in _alike(self.left_out, self.left_out.__getitem__):
-                share = sum(self.sqnorms.get(name, 0.0) for name in names) / total
-                why = self.left_out[names[0]]
-                text.append(f"  {_title(names)} ({share:.1%} of the squared norms): {why}")
+            "squared gradient norms. This is proven for the model, not for a loss outside of it: "
+            "gnsfast.verify(model, loss, batch) sees that."
+        ]
+        total = sum(self.sqnorms.values()) or 1.0
+        for names in _alike(self.left_out, self.left_out.__getitem__):
+            share = sum(self.sqnorms.get(name, 0.0) for name in names) / total
+            why = self.left_out[names[0]]
+            text.append(f"left out: {_title(names)} ({share:.1%} of the squared norms): {why}")
         return "\n".join(text)
 
     def _places(self, name: str) -> str:

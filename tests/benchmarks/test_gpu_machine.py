@@ -79,22 +79,21 @@ def began(text: str) -> list[str]:
     return [line.split()[1] for line in text.splitlines() if line.startswith("began")]
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder, and what was shown, of one run of everything."""
-    out = tmp_path_factory.mktemp("gpu") / "out"
+@pytest.mark.slow
+def test_rehearsal(tmp_path: Path) -> None:
+    """One run of everything, in one test: two could run it in two processes."""
+    out = tmp_path / "out"
     run = [*MACHINE, "--out", str(out), "--wheels", str(out / "none")]
     done = subprocess.run(
         run, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return out, done.stdout
+    leaves_one_archive(out, done.stdout)
+    measures_what_a_run_does(out)
 
 
-@pytest.mark.slow
-def test_a_rehearsal_leaves_one_archive(rehearsal: tuple[Path, str]) -> None:
+def leaves_one_archive(out: Path, shown: str) -> None:
     """Every part's record, for programs and for people, and the log; a short table last."""
-    out, shown = rehearsal
     assert sorted(path.name for path in out.iterdir()) == ["gpu.log", "gpu.tar.gz"]
     files = packed(out)
     stems = {Path(name).stem[11:] for name in files if name.startswith("records/")}
@@ -109,9 +108,8 @@ def test_a_rehearsal_leaves_one_archive(rehearsal: tuple[Path, str]) -> None:
     assert "compute-sanitizer is not installed" in last and "every part is finished" in last
 
 
-@pytest.mark.slow
-def test_a_rehearsal_measures_what_a_run_does(rehearsal: tuple[Path, str]) -> None:
-    files = packed(rehearsal[0])
+def measures_what_a_run_does(out: Path) -> None:
+    files = packed(out)
     read = {name[19:-5]: json.loads(files[name]) for name in files if name.endswith(".json")}
     written = {part: read[f"gpu-{part}"]["tables"] for part in PARTS}
     for part in PARTS:

@@ -2,7 +2,7 @@
 """``gnsfast branch``: a result, a folder that it continues, and one line for bad input."""
 
 import json
-import multiprocessing
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,14 @@ def test_factor(tmp_path: Path) -> None:
     found = CriticalBatchFactor.load(tmp_path / "cbs" / "factor.json")
     assert found == CriticalBatch.load(tmp_path / "cbs").factor("adam")
     unknown = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "l1", out=tmp_path / "other")
-    assert one_line(unknown) and "--factor must be 'euclidean', 'adam'" in unknown.stderr
+    assert one_line(unknown) and "factor must be 'euclidean', 'adam'" in unknown.stderr
     bare = branch(tmp_path, "branch_runs:ScriptedRun", "--factor", "adam", out=tmp_path / "bare")
     assert one_line(bare) and "has no method noise_scale()), so there will be" in bare.stderr
     muon = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "spectral", out=tmp_path / "m")
     assert one_line(muon) and "Measured: euclidean, adam, sign. Ask" in muon.stderr
     for name in ("bare", "m"):
         assert (tmp_path / name / "checkpoint").is_dir()
-        assert not list((tmp_path / name).glob("*branch*")), "a branch was trained"
+        assert not list((tmp_path / name).glob("branch-*/*")), "a branch was trained"
     goes_on = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "sign", out=tmp_path / "m")
     assert goes_on.exit_code == 0, goes_on.output
 
@@ -75,7 +75,7 @@ def test_repeats(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     assert (tmp_path / "cbs" / "repeat-1" / "checkpoint").is_dir()
     once = branch(tmp_path, "branch_runs:small_run", *options[2:], tokens=960, k="1,2")
-    assert one_line(once) and "pass --repeats again" in once.stderr
+    assert one_line(once) and "pass repeats again" in once.stderr
     assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     cannot = branch(tmp_path, "branch_runs:ScriptedRun", "--repeats", 2, out=tmp_path / "other")
     assert one_line(cannot) and "ScriptedRun has no skip(tokens)" in cannot.stderr
@@ -133,7 +133,8 @@ def test_targets_that_make_no_run(target: str, said: str, tmp_path: Path) -> Non
         ({"tolerance": -1}, "tolerance"),
         ({"tolerance": "nan"}, "tolerance"),
         ({"lr": "cubic"}, "lr must be 'sqrt', 'linear', 'keep' or 'none'"),
-        ({"workers": -1}, "workers"),
+        ({"only": "3x"}, "--only must be one of --k, which are 0.5x, 1x, 2x, 4x"),
+        ({"only": "fast"}, "--only 'fast'"),
         ({"checkpoint": "no/such/folder"}, "no/such/folder is not a folder"),
         ({"out": __file__}, "is a file"),
     ],
@@ -160,30 +161,41 @@ def test_grid() -> None:
     assert grid("1/16, 0.5,1") == (0.0625, 0.5, 1.0)
 
 
-@pytest.mark.slow
-def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command makes no run itself: it finds the file in each process, wherever that works. Only
-    what is launched imports torch again, for seconds.
-    """
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("from branch_runs import MeasuredRun as make")
-    how = {"k": "1,2", "tokens": 480}
-    expected = json.loads(branch(tmp_path, "train.py:make", "--json", out="here", **how).stdout)
-    done = branch(tmp_path, "train.py:make", "--launcher", "env", "--json", out="cbs", **how)
-    assert done.exit_code == 0 and json.loads(done.stdout) == expected
+def test_one_branch_is_one_command(tmp_path: Path) -> None:
+    """As listed, in any order; then the result of the folder is that of one process."""
+    done = branch(tmp_path, "branch_runs:MeasuredRun", "--no-noise-scale", "--list", k="1/2,1,2")
+    how = f"gnsfast branch branch_runs:MeasuredRun --out {tmp_path}/cbs --tokens 960"
+    how += " --k 0.5,1.0,2.0 --no-noise-scale --only"
+    assert done.stdout.splitlines() == [f"{how} {k}" for k in ("0.5x", "1x", "2x")]
+    assert not (tmp_path / "cbs").exists()
+    odd = branch(tmp_path, "a b.py:make", "--list", "--lr", "keep", out="a;b").stdout
+    assert odd.startswith("gnsfast branch 'a b.py:make' --out 'a;b' --tokens 960 --k 0.5,")
+    with_factor = ("--factor", "adam")
+    lines = branch(tmp_path, "branch_runs:MeasuredRun", *with_factor, "--list").stdout.splitlines()
+    for line in reversed(lines):
+        early = CliRunner().invoke(app, ["branch", "result", str(tmp_path / "cbs")])
+        assert early.exit_code == 2 or line == lines[0]  # without k = 1
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert done.exit_code == 0 and done.stdout.startswith(f"k = {line.split()[-1][:-1]}")
+    arguments = ["branch", "result", str(tmp_path / "cbs"), *with_factor]
+    done = CliRunner().invoke(app, arguments)
+    here = branch(tmp_path, "branch_runs:MeasuredRun", out=tmp_path / "here")
+    assert done.stdout.partition("factor.json")[0].strip() in here.stdout
+    assert CriticalBatch.load(tmp_path / "cbs") == CriticalBatch.load(tmp_path / "here")
+    assert (tmp_path / "cbs" / "factor.json").is_file()
+    record = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert record == CriticalBatch.load(tmp_path / "here").record()
+    one = json.loads(branch(tmp_path, "branch_runs:MeasuredRun", "--only", "2x", "--json").stdout)
+    assert one == record["branches"][2]
+    nothing = CliRunner().invoke(app, ["branch", "result", str(tmp_path)])
+    assert one_line(nothing) and "holds no branch measurement" in nothing.stderr
 
 
-@pytest.mark.second
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--executor", "slurm"], "--executor must be submitit or dask, not 'slurm'"),
-        (["--executor-option", "a=1"], "a=1 needs an executor: add --executor submitit"),
-        (["--launcher", "no-such-command"], "no-such-command"),
-    ],
-)
-def test_engines_that_cannot_be(options: list[str], said: str, tmp_path: Path) -> None:
-    done = branch(tmp_path, "branch_runs:ScriptedRun", *options)
-    assert one_line(done) and said in done.stderr
+def test_an_error_of_one_branch(tmp_path: Path) -> None:
+    """It reaches the scheduler, as the process's own."""
+    done = branch(tmp_path, "branch_runs:out_of_memory", "--only", "2x")
+    assert done.exit_code == 1 and str(done.exception) == "no memory"
+    bare = branch(tmp_path, "branch_runs:ScriptedRun", "--only", "1x", "--factor", "adam")
+    assert one_line(bare) and "no branch was begun" in bare.stderr
+    other = branch(tmp_path, "branch_runs:ScriptedRun", "--only", "2x", "--factor", "adam")
+    assert other.exit_code == 0, "the branch of k = 1 asks for the noise scale"

@@ -414,6 +414,8 @@ def test_noise_scale_at_the_newest_weights(tmp_path: Path) -> None:
     newest, mean = (trace(specs[1], name) for name in ("newest weights", "mean of the window"))
     assert newest["line"]["dash"] == "dot" and newest["y"] == [20.0, None]
     assert mean["y"] == [10.0, 11.0, None]
+    legend = [t["name"] for t in specs[1]["data"] if t["showlegend"]]
+    assert legend == ["newest weights", "mean of the window"] and specs[1]["layout"]["showlegend"]
     arrows = {tuple(t["marker"]["symbol"]): t for t in specs[1]["data"] if "marker" in t}
     assert arrows["arrow-up",]["y"] == [5.0] and arrows["arrow-down",]["y"] == [90.0]
     assert arrows["arrow-down",]["text"] == ["at most 90 (95 %)"]

@@ -2,11 +2,12 @@
 """Schedules, exported, in the classes of Megatron-core and OLMo-core themselves, step by step."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clients.recipes import version
+from clients.recipes import Recipe, version
 
 from gnsfast.critical_batch import BatchSizeSchedule, exports
 
@@ -63,7 +64,7 @@ def test_megatron_learning_rates(pairs: list[tuple[int, int]]) -> None:
 
     schedule, sizes = scheduled(pairs, 3 * pairs[-1][0])
     plain = Rates.get_lr
-    exec(exports.megatron_lines(schedule), {})
+    exec(exports.lines("megatron", schedule), {})
     try:
         group: dict[str, Any] = {"max_lr": 1.0, "min_lr": 0.1}
         total = int(schedule.total_tokens) // LENGTH
@@ -140,3 +141,31 @@ def test_olmo_core(pairs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
         trainer.global_step += 1
         loader.batches_processed += 1
     assert taken == with_delays(schedule)
+
+
+SEEN = """
+import torchtitan.trainer
+
+class Seen(Trainer):
+    def train_step(self, data_iterator):
+        [plain], [optimizer] = self.lr_schedulers.schedulers[0].get_last_lr()[:1], self.optimizers
+        factor = float(optimizer.param_groups[0]["lr"]) / plain if plain else 0.0
+        self.seen = [*getattr(self, "seen", []), (self.gradient_accumulation_steps, factor)]
+        super().train_step(data_iterator)
+
+torchtitan.trainer.Trainer = Seen
+"""
+
+
+@pytest.mark.dist
+def test_torchtitan(tmp_path: Path) -> None:
+    """Its own trainer, in the lines that we print: passes and learning rates of each step."""
+    schedule = BatchSizeSchedule([(0, 8), (1024, 16)], 5120, tokens_per_sample=64)
+    lines = exports.lines("torchtitan", schedule, micro_batch=4, processes=2)
+    edits = [("make = Trainer\n", f"{SEEN}{lines}\nmake = Scheduled\n")]
+    edits += [('logged = written.Tags()["scalars"]\n', "logged = trainer.seen\n")]
+    recipe = Recipe("torchtitan")
+    ran = recipe.launch(tmp_path, 2, ours=False, edits=edits, STEPS=schedule.steps)
+    passes, factors = zip(*ran.names["logged"])
+    assert list(passes) == [1, 1, 2, 2, 2, 2] and schedule.steps == len(ran.losses)
+    assert factors[1:] == pytest.approx([1.0, *[2**0.5] * 4])

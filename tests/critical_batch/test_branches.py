@@ -4,13 +4,14 @@
 import json
 import math
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import branch_runs
 import pytest
 from branch_runs import LEVELS, MeasuredRun, ScriptedRun
-from processes import runs, soon
 
 from gnsfast.critical_batch.branches import (
     Branch,
@@ -28,7 +29,7 @@ def measure(run: Any, folder: Path, **options: Any) -> CriticalBatch:
 
 
 def steps_of(folder: Path, k: str) -> list[dict[str, Any]]:
-    lines = (folder / "cbs" / f"branch-{k}.jsonl").read_text().splitlines()
+    lines = (folder / "cbs" / f"branch-{k}x" / "steps.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -126,6 +127,64 @@ def test_diverged(tmp_path: Path) -> None:
     assert CriticalBatch.load(tmp_path / "cbs").branches[2].loss == math.inf
 
 
+class Rising(MeasuredRun):
+    """Batches of 16 train to a loss above that of the start; others stay at it, or rise less."""
+
+    less = 0.0
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Any:
+        for n, step in enumerate(super().train(tokens, batch_size=batch_size, lr_factor=lr_factor)):
+            rise = 0.1 if batch_size == 16 else self.less
+            yield step._replace(loss=step.loss + rise * n * batch_size / 16)
+
+    def evaluate(self) -> float:
+        size = self.trained[-1][0] if self.tokens > 800 else 0
+        return 2.0 + (0.03 if size == 16 else self.less if size else 0.0)
+
+
+FLAT = {4: 2.0, 8: 2.0, 16: 2.0, 32: 2.0}
+
+
+@pytest.mark.parametrize("loss", ["train", "evaluate"])
+def test_a_loss_above_that_of_its_start_has_diverged(loss: str, tmp_path: Path) -> None:
+    """It is worse, and its loss is known."""
+    found = measure(Rising(FLAT), tmp_path, loss=loss)
+    branch = found.branches[2]
+    assert branch.start == pytest.approx(2.0, abs=2e-3)
+    assert branch.loss == pytest.approx(2.03 if loss == "evaluate" else 2.4, abs=5e-3)
+    assert [b.state for b in found.branches] == ["finished"] * 2 + ["diverged", "finished"]
+    assert (found.lower, found.upper) == (32, math.inf)
+    assert str(found).splitlines()[3].endswith("diverged")
+    assert CriticalBatch.load(tmp_path / "cbs") == found
+    assert found.record()["branches"][2]["state"] == "diverged"
+
+
+def test_a_loss_that_is_no_worse_has_not_diverged(tmp_path: Path) -> None:
+    """Where all branches rise, as at the floor that the noise of the run allows, those that match
+    match; and a rise within the noise is none.
+    """
+    run = Rising(FLAT)
+    run.less = 0.03
+    found = measure(run, tmp_path, loss="evaluate")
+    assert {b.state for b in found.branches} == {"finished"} and found.lower == 32
+    for noise, state in ((0.02, "finished"), (0.005, "diverged")):
+        branches = [replace(b, loss_std=noise) for b in found.branches[:2]]
+        branches[1] = replace(branches[1], loss=2.08)
+        assert replace(found, branches=tuple(branches)).branches[1].state == state
+    unknown = [*found.branches[:1], replace(found.branches[1], loss=2.08, start=math.nan)]
+    assert replace(found, branches=tuple(unknown)).branches[1].state == "finished"
+
+
+def test_the_start_of_a_killed_branch(tmp_path: Path) -> None:
+    """What was evaluated at the checkpoint is saved with the branch."""
+    how = {"loss": "evaluate", "save_every_tokens": 300}
+    expected = measure(MeasuredRun(), tmp_path / "whole", **how)
+    killed(tmp_path, "step 16 640", run=MeasuredRun, **how)
+    assert list((tmp_path / "cbs").glob("branch-2x-at-*"))
+    found = measure(MeasuredRun(), tmp_path, **how)
+    assert found == expected and {b.start for b in found.branches} == {1.0008}
+
+
 @pytest.mark.parametrize("size", [4, 8])
 def test_divergence_of_the_base_ends_it(size: int, tmp_path: Path) -> None:
     run = ScriptedRun({**LEVELS, size: math.nan})
@@ -136,7 +195,9 @@ def test_divergence_of_the_base_ends_it(size: int, tmp_path: Path) -> None:
     assert run.trained[-1][0] == size  # nothing was spent on larger ones
 
 
-def test_a_crashed_branch_is_named_and_tried_again(tmp_path: Path) -> None:
+def test_a_crashed_branch_is_named_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     levels = {**LEVELS, 16: RuntimeError("out of memory\nin detail")}
     run = ScriptedRun(levels)
     before = run.state()
@@ -146,14 +207,13 @@ def test_a_crashed_branch_is_named_and_tried_again(tmp_path: Path) -> None:
     assert (found.lower, found.upper) == (8, 32)  # the next one that is finished
     assert "k = 2 is missing: RuntimeError: out of memory" in str(found)
     assert found.record()["missing"] == [{"k": 2.0, "reason": "RuntimeError: out of memory"}]
-    assert "in train" in (tmp_path / "cbs" / "branch-2.error").read_text()
+    assert "in train" in caplog.text and "k = 2 failed" in caplog.text
     assert CriticalBatch.load(tmp_path / "cbs") == found
 
     again = ScriptedRun()
     found = measure(again, tmp_path)
     assert (found.lower, again.trained) == (16, [(16, math.sqrt(2))])
     assert [b.k for b in found.branches] == [0.5, 1, 2, 4]
-    assert not (tmp_path / "cbs" / "branch-2.error").exists()
 
 
 def test_a_crashed_base_says_how_to_go_on(tmp_path: Path) -> None:
@@ -185,7 +245,7 @@ class Wrong(ScriptedRun):
         if self.how == "epoch":
             yield BranchStep(10, 2.0)
             tokens -= 10
-        tokens = {"early": tokens // 2, "late": 2 * tokens}.get(self.how, tokens)
+        tokens = {"early": tokens // 2, "late": 2 * tokens, "never": 0}.get(self.how, tokens)
         yield from super().train(tokens, batch_size=size, lr_factor=lr_factor)
 
 
@@ -193,7 +253,8 @@ class Wrong(ScriptedRun):
     ("how", "said"),
     [
         ("batch", "took a step of 80 tokens"),
-        ("early", "ended after"),
+        ("early", "ended after 480 of 960 tokens"),
+        ("never", "ended after 0 of 960 tokens"),
         ("late", "until the branch has 960"),
     ],
 )
@@ -215,13 +276,13 @@ def test_short_steps_that_stand_alone(tmp_path: Path) -> None:
     assert [(b.steps, b.tokens) for b in found.branches] == [(13, 970), (7, 970)]
 
 
-def killed(folder: Path, die: str, **options: Any) -> None:
+def killed(folder: Path, die: str, run: Any = ScriptedRun, **options: Any) -> None:
     """A measurement whose process is killed where ``die`` says."""
 
     def work() -> None:
-        run = ScriptedRun()
-        run.die = die
-        measure(run, folder, **options)
+        mortal = run()
+        mortal.die = die
+        measure(mortal, folder, **options)
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -250,16 +311,16 @@ def test_a_killed_measurement_goes_on(die: str, trained: list[int], tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("die", "tokens"),
-    [("step 8 720", 640), ("save branch-1-at-640", 320), ("save branch-1-at-320", 0)],
+    [("step 8 720", 640), ("save branch-1x-at-640", 320), ("save branch-1x-at-320", 0)],
 )
 def test_a_killed_branch_goes_on_inside(die: str, tokens: int, tmp_path: Path) -> None:
     expected = measure(ScriptedRun(), tmp_path / "whole")
     killed(tmp_path, die, save_every_tokens=300)
     folder = tmp_path / "cbs"
-    whole = [p for p in folder.glob("branch-1-at-*") if not p.name.endswith(".partial")]
-    assert [p.name for p in whole] == ([f"branch-1-at-{tokens}"] if tokens else [])
+    whole = [p for p in folder.glob("branch-1x-at-*") if not p.name.endswith(".partial")]
+    assert [p.name for p in whole] == ([f"branch-1x-at-{tokens}"] if tokens else [])
     if tokens == 640:  # killed while the save before was being dropped
-        (folder / "branch-1-at-320").mkdir()
+        (folder / "branch-1x-at-320").mkdir()
     asked: list[int] = []
 
     class Asked(ScriptedRun):
@@ -270,40 +331,7 @@ def test_a_killed_branch_goes_on_inside(die: str, tokens: int, tmp_path: Path) -
     assert measure(Asked(), tmp_path, save_every_tokens=300) == expected
     assert asked[0] == 960 - tokens
     assert steps_of(tmp_path, "1") == steps_of(tmp_path / "whole", "1")
-    assert not list(folder.glob("branch-1-at-*[0-9]"))
-    assert [p.name for p in folder.iterdir() if p.is_dir() and "partial" not in p.name] == [
-        "checkpoint"
-    ]
-
-
-@pytest.mark.second
-def test_in_processes(tmp_path: Path) -> None:
-    """The same as here; a process that is killed leaves the others alone."""
-    run = ScriptedRun()
-    here = measure(run, tmp_path / "here", k=(1, 2))
-    found = measure(run, tmp_path, k=(1, 2), workers=2, make_run=branch_runs.killed)
-    assert found.missing == {2.0: "its process ended with exit code -9"}
-    assert found.branches == here.branches[:1]
-    assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
-
-
-@pytest.mark.second
-def test_processes_end_with_a_parent_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else two would write one branch, once the measurement is gone on with."""
-    says = tmp_path / "pid"
-    monkeypatch.setenv("WAITING", str(says))
-    options = {"workers": 1, "make_run": branch_runs.Waiting}
-    parent = multiprocessing.get_context("fork").Process(
-        target=measure, args=(ScriptedRun(), tmp_path / "folder"), kwargs=options
-    )
-    parent.start()
-    assert soon(lambda: says.exists() and says.read_text() != "")
-    assert parent.is_alive() and runs(says.read_text())
-    parent.kill()
-    parent.join()
-    assert soon(lambda: not runs(says.read_text()))
+    assert not list(folder.glob("*-at-*")) and not list(folder.glob("*.partial"))
 
 
 @pytest.mark.second
@@ -336,7 +364,7 @@ def test_settings_of_another_measurement(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"holds branches with .*{name}="):
             measure(run, tmp_path, k=(0.5, 1, 2))
         assert run.trained == []
-    saved = tmp_path / "cbs" / "settings.json"
+    saved = tmp_path / "cbs" / "checkpoint" / "branch_settings.json"
     older = {name: value for name, value in json.loads(saved.read_text()).items() if name != "lr"}
     saved.write_text(json.dumps(older))
     with pytest.raises(ValueError, match="holds branches with no lr noted: pass the same"):
@@ -348,10 +376,12 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
     (tmp_path / "cbs" / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match="holds other files"):
         measure(ScriptedRun(), tmp_path)
-    (tmp_path / "cbs" / "settings.json").write_text('{"kind": "branch settings", "format": 2}')
+    (tmp_path / "cbs" / "checkpoint").mkdir()
+    own = tmp_path / "cbs" / "checkpoint" / "branch_settings.json"
+    own.write_text('{"kind": "branch settings", "format": 1}')
     with pytest.raises(
         ValueError,
-        match="format 2, but this version of gnsfast reads a 'branch settings' of format 1: name",
+        match="format 1, but this version of gnsfast reads a 'branch settings' of format 2: name",
     ):
         measure(ScriptedRun(), tmp_path)
     with pytest.raises(ValueError, match="is a file"):
@@ -369,14 +399,17 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
         ({"lr": "cubic"}, "'sqrt', 'linear', 'keep' or 'none', not 'cubic'"),
         ({"loss": "best"}, "'train' or 'evaluate'"),
         ({"save_every_tokens": 0}, "save_every_tokens"),
-        ({"workers": -1}, "workers"),
-        ({"workers": 1}, "make_run"),
-        ({"workers": 1, "make_run": lambda: None}, "function at the top level of a"),
+        ({"repeats": 0}, "repeats"),
+        ({"repeats": 2}, "ScriptedRun has no skip.tokens."),
+        ({"factor": "l1"}, "factor must be 'euclidean', 'adam'"),
+        ({"factor": "adam", "noise_scale": False}, "factor needs the noise scale"),
+        ({"executor": ThreadPoolExecutor(1)}, "executor needs make_run"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         measure(ScriptedRun(), tmp_path, **options)
+    assert not (tmp_path / "cbs").exists()
 
 
 def test_batches_that_the_run_cannot_make(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 
 import json
 import math
+import re
 import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import test_schedule
-import torch
 from typer.testing import CliRunner
 
 from gnsfast.cli.app import app
 from gnsfast.critical_batch import BatchSizeSchedule, Rules, exports
+from gnsfast.critical_batch.control import wsd
 
 LENGTH, TOTAL = 10, 6000
 CASES = [
@@ -63,7 +63,7 @@ def test_megatron(
     for name in ("megatron", "megatron.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(exports.megatron_lines(schedule_of(thresholds), rule), {})
+    exec(exports.lines("megatron", schedule_of(thresholds), rule), {})
     rates = module.OptimizerParamScheduler()
     for tokens, size in walked(thresholds):
         factor = Rules(rule).lr_factor(size / thresholds[0][1])
@@ -74,73 +74,177 @@ def test_megatron(
     assert resumed.group["lr"] == rates.group["lr"]
 
 
-NANOGPT = """
+class Group:
+    """What a learning-rate schedule of torch and torchtitan's optimizers have: groups."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"lr": 3e-3}, {"lr": 1e-3}]
+
+
+class Titan:
+    """The part of torchtitan's ``Trainer`` that the lines use, and what it trains."""
+
+    def __init__(self, steps: int, shape: Any) -> None:
+        self.step, self.optimizers, self.gradient_accumulation_steps = 0, [Group()], 7
+        self.taken: list[Any] = []
+        for self.step in range(1, steps + 1):
+            self.schedule(shape((self.step - 1) / steps))
+            self.train_step(None)
+        self.schedule(shape(1.0))
+
+    def schedule(self, factor: float) -> None:
+        for group, lr in zip(self.optimizers[0].param_groups, (3e-3, 1e-3)):
+            group["lr"] = lr * factor
+
+    def train_step(self, data_iterator: Any) -> None:
+        rates = [group["lr"] for group in self.optimizers[0].param_groups]
+        self.taken.append((self.gradient_accumulation_steps, rates))
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, name: str, **holds: Any) -> None:
+    """A module with this name that holds these things, in packages that hold nothing."""
+    *above, last = name.split(".")
+    for depth in range(1, len(above) + 2):
+        each = ".".join([*above, last][:depth])
+        monkeypatch.setitem(sys.modules, each, ModuleType(each))
+    vars(sys.modules[name]).update(holds)
+
+
+@pytest.mark.parametrize("thresholds", CASES)
+def test_torchtitan(thresholds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps have the schedule's sizes, and the learning rate of its own schedule times the
+    factor, in every group.
+    """
+    modules(monkeypatch, "torchtitan.trainer", Trainer=Titan)
+    schedule, scope = schedule_of(thresholds), {}
+    exec(exports.lines("torchtitan", schedule, micro_batch=2, processes=2), scope)
+    steps, first = walked(thresholds), thresholds[0][1]
+    trainer = scope["Scheduled"](len(steps), decay)
+    for n, ((passes, rates), (_, size)) in enumerate(zip(trainer.taken, steps, strict=True)):
+        factor = decay(n / len(steps)) * math.sqrt(size / first)
+        assert passes == size // 4 and rates == pytest.approx([3e-3 * factor, 1e-3 * factor])
+    with pytest.raises(ValueError, match="a multiple of the samples of one forward pass.* is 12"):
+        exports.lines("torchtitan", schedule, micro_batch=6, processes=2)
+
+
+class Optimizer:
+    """The part of Levanter's ``OptimizerConfig`` that sets learning rates."""
+
+    def lr_scheduler(self, num_train_steps: int) -> Any:
+        return lambda step: 3e-3 * decay(step / num_train_steps)
+
+
+def batch_size_at(segments: list[dict[str, int]], step: int) -> int:
+    """As Levanter's ``BatchSchedule`` reads its list."""
+    return [s["value"] for s in segments if s["start"] <= step][-1]
+
+
+@pytest.mark.parametrize("thresholds", CASES)
+def test_levanter(thresholds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = pytest.importorskip("numpy")
+    own = type("OptimizerConfig", (Optimizer,), {})
+    modules(monkeypatch, "levanter.optim", OptimizerConfig=own)
+    modules(monkeypatch, "jax.numpy", array=numpy.array, searchsorted=numpy.searchsorted)
+    sys.modules["jax"].numpy = sys.modules["jax.numpy"]
+    schedule = schedule_of(thresholds)
+    exec(exports.lines("levanter", schedule), {})
+    rate, segments = own().lr_scheduler(schedule.steps), exports.levanter(schedule)
+    assert segments[0]["start"] == 0 and len({s["start"] for s in segments}) == len(segments)
+    for n, (_, size) in enumerate(walked(thresholds)):
+        assert batch_size_at(segments, n) == size
+        factor = math.sqrt(size / thresholds[0][1])
+        assert rate(n) == pytest.approx(3e-3 * decay(n / schedule.steps) * factor)
+
+
+NANOGPT = Path(__file__).parents[2] / "docs" / "how-to" / "nanogpt.md"
+LOOP = """
 while True:
 {lines}
     rates.append(lr)
-    sizes.append(gradient_accumulation_steps * batch_size * processes)
+    sizes.append(gradient_accumulation_steps * batch_size * ddp_world_size)
     iter_num += 1
     if iter_num > max_iters:
         break
 """
 
 
-@pytest.mark.parametrize("thresholds", CASES)
-def test_nanogpt(thresholds: list[tuple[int, int]]) -> None:
-    """Its loop takes the schedule's steps, with a decay in tokens."""
-    lines = exports.nanogpt_lines(schedule_of(thresholds), micro_batch=2, processes=2)
-    settings, _, loop = lines.partition("# in the loop\n")
-    first = thresholds[0][1] * LENGTH
-    scope: dict[str, Any] = {"iter_num": 0, "batch_size": 2, "processes": 2, "decay_lr": True}
-    scope |= {"rates": [], "sizes": [], "get_lr": lambda it: 3e-3 * decay(it * first / TOTAL)}
-    exec(settings + NANOGPT.format(lines=loop), scope)
-    steps = walked(thresholds)
-    assert scope["sizes"] == [size for _, size in steps]
-    assert scope["lr_decay_iters"] == TOTAL // first
+def test_the_lines_for_nanogpt() -> None:
+    """Those of the page, in a copy of nanoGPT's loop: the schedule's steps, a decay in tokens."""
+    [diff] = re.findall(r"## A batch that grows.*?```diff\n(.*?)```", NANOGPT.read_text(), re.S)
+    settings, loop = diff.split(" ...\n")
+    settings, loop = ("\n".join(re.findall(r"(?m)^\+(.*)", each)) for each in (settings, loop))
+    schedule = BatchSizeSchedule.parse("0:480 5B:960", total_tokens=10e9, tokens_per_sample=1024)
+    scope: dict[str, Any] = {"iter_num": 0, "batch_size": 12, "ddp_world_size": 8}
+    scope |= {"decay_lr": True, "rates": [], "sizes": []}
+    scope["get_lr"] = lambda it: 6e-4 * decay(it / scope["lr_decay_iters"])
+    exec(settings + LOOP.format(lines=loop), scope)
+    steps = [
+        (s.tokens + n * s.batch_size * 1024, s) for s in schedule.stages for n in range(s.steps)
+    ]
+    assert scope["sizes"] == [stage.batch_size for _, stage in steps]
+    assert scope["lr_decay_iters"] == exports.first_steps(schedule)
+    total = exports.first_steps(schedule) * 480 * 1024
     assert scope["rates"] == pytest.approx(
-        [3e-3 * decay(t / TOTAL) * math.sqrt(size / thresholds[0][1]) for t, size in steps]
+        [6e-4 * decay(t / total) * math.sqrt(s.batch_size / 480) for t, s in steps]
     )
-    with pytest.raises(
-        ValueError, match="a multiple of the samples of one forward pass, which is 12"
-    ):
-        exports.nanogpt_lines(schedule_of(thresholds), micro_batch=6, processes=2)
 
 
-def test_lightning() -> None:
-    schedule = BatchSizeSchedule([(0, 4), (400, 8), (1200, 32)], TOTAL, LENGTH)
-    found = exports.lightning(schedule, samples_per_batch=4, samples_per_epoch=20)
-    assert found.scheduling.keys() == found.lr_factors.keys()
-    lines = textwrap.indent(exports.lightning_lines(found.lr_factors), "    ")
-    scope: dict[str, Any] = {"torch": torch}
-    exec(f"def configure_optimizers(optimizer):\n{lines}", scope)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    given = scope["configure_optimizers"](optimizer)["lr_scheduler"]
-    rates = []
-    assert given["interval"] == "epoch"
-    for _ in range(8):
-        rates.append(optimizer.param_groups[0]["lr"] / 0.1)
-        optimizer.step()
-        given["scheduler"].step()
-    assert rates == pytest.approx([1, 1] + [math.sqrt(2)] * 4 + [math.sqrt(8)] * 2)
-    options = {"samples_per_batch": 4, "samples_per_epoch": 20, "lr": "linear"}
-    assert exports.lightning(schedule, **options).lr_factors == {0: 1.0, 2: 2.0, 6: 8.0}
-
-
-def test_hugging_face() -> None:
-    pytest.importorskip("transformers")
-    schedule = schedule_of(CASES[1])
-    plan = exports.hugging_face(schedule, per_device_train_batch_size=2, lr="linear")
-    assert [entry["lr_factor"] for entry in plan] == [1.0, 2.0, 8.0]
+@pytest.mark.parametrize("tool", ["huggingface", "lightning"])
+def test_callbacks(tool: str) -> None:
+    pytest.importorskip({"huggingface": "transformers"}.get(tool, tool))
     scope: dict[str, Any] = {}
-    exec(exports.hugging_face_lines(schedule, "linear", micro_batch=1, processes=2), scope)
+    lines = exports.lines(tool, schedule_of(CASES[1]), "linear", micro_batch=1, processes=2)
+    exec(lines, scope)
     batch, trained = scope["batch"], 0
     assert (batch.settings.data_parallel, batch.settings.micro_batch) == (2, 1)
-    assert [type(c).__name__ for c in scope["callbacks"]] == ["GNSCallback", "BatchSizeCallback"]
-    assert scope["callbacks"][1].controller is batch
+    measures = {"huggingface": "GNSCallback", "lightning": "GNSMonitor"}[tool]
+    assert [type(c).__name__ for c in scope["callbacks"]] == [measures, "BatchSizeCallback"]
+    assert scope["callbacks"][1].controller is batch and "=2)" in lines
     for tokens, size in walked(CASES[1]):
         assert (trained, batch.batch_size, batch.lr_factor) == (tokens, size, size / 4)
         trained += size * LENGTH
         batch.update(trained)
+    for pairs in ([(0, 64), (2000, 32)], [(0, 8), (100, 12)]):
+        said = f"a batch of {pairs[1][1]} samples must be a multiple of the first one"
+        with pytest.raises(ValueError, match=said):
+            exports.lines(tool, BatchSizeSchedule(pairs, 20_000, 10), micro_batch=4)
+
+
+def number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return int(found[1])
+
+
+TOTAL_OF = {
+    "megatron": r"--lr-decay-samples (\d+)",
+    "olmo-core": r"Duration.tokens\((\d+)\)",
+    "torchtitan": r"--training.steps (\d+)",
+    "levanter": r"num_train_steps: (\d+)",
+    "huggingface": r"max_steps=(\d+)",
+    "lightning": r"the first batch size: (\d+) in all",
+}
+"""Where the notes of an export say at which count a decay ends: samples, tokens or steps."""
+
+
+@pytest.mark.parametrize("thresholds", CASES[:2])
+@pytest.mark.parametrize("tool", exports.TOOLS)
+def test_a_decay_ends_with_the_last_token(tool: str, thresholds: list[tuple[int, int]]) -> None:
+    """Warm-up, stable, decay (WSD) with the total that an export prints, counted as its tool does:
+    after the last step the learning rate is the final one, and before it is not.
+    """
+    text = " ".join(f"{tokens}:{size}" for tokens, size in thresholds)
+    found = json.loads(invoke(text, "--json", "--export", tool, "--per-device-batch", "4"))
+    total = number(TOTAL_OF[tool], "\n".join(found["export"]["notes"]))
+    of_last_step, count = 0.0, 0.0
+    for tokens, size in walked(thresholds):
+        of_last_step = count
+        samples = tokens // LENGTH + size
+        count = {"megatron": samples, "olmo-core": samples * LENGTH}.get(tool, count + 1)
+        if tool in ("huggingface", "lightning"):
+            count = samples / thresholds[0][1]
+    shape = wsd(total, decay=total // 2, warm_up=total // 10, final=0.1)
+    assert shape(count) == 0.1 and shape(of_last_step) > 0.1
 
 
 def test_olmo_core_has_one_rule() -> None:
@@ -166,9 +270,10 @@ BATCH = ("--per-device-batch", "2", "--processes", "2")
     [
         (("megatron",), "FACTORS = {0: 1.0, 20: 1.4142135623730951, 148: 2.8284271247461903}"),
         (("olmo-core",), "multiplies Adam's learning rate by √(new / old) by itself"),
-        (("lightning", *BATCH, "--samples-per-epoch", "4"), "FACTORS = {0: 1.0, 5: 1.41421356"),
+        (("torchtitan", *BATCH), "STAGES = {0: (1, 1.0), 5: (2, 1.4142135623730951)"),
+        (("levanter",), "jnp.array([0, 5, 21]), jnp.array([1.0, 1.4142135623730951"),
+        (("lightning", *BATCH), 'lr="sqrt", data_parallel=2, micro_batch=2'),
         (("huggingface", *BATCH), 'lr="sqrt", data_parallel=2, micro_batch=2'),
-        (("nanogpt", *BATCH), "(5, 5, 2, 1.4142135623730951)"),
     ],
 )
 def test_every_export_says_how_the_learning_rate_changes(
@@ -184,7 +289,9 @@ def test_every_export_says_how_the_learning_rate_changes(
         other = invoke(TEXT, "--lr", "linear", "--export", *options, code=2)
         assert "lr='linear' cannot be had" in other
     else:
-        assert "8.0" in invoke(TEXT, "--lr", "linear", "--export", *options)
+        assert "8.0" in invoke(TEXT, "--lr", "linear", "--export", *options) or 'lr="linear"' in (
+            invoke(TEXT, "--lr", "linear", "--export", *options)
+        )
 
 
 def test_the_rule_of_a_log(tmp_path: Path) -> None:

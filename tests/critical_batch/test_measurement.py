@@ -151,8 +151,6 @@ def test_record_comes_back() -> None:
         assert (again.lower, again.upper, again.missing) == (each.lower, each.upper, each.missing)
         assert (again.sign, again.spectral) == (each.sign, each.spectral)
     assert record["kind"] == "critical batch" and record["format"] == 1
-    older = {k: v for k, v in FOUND.record().items() if k not in DUAL}
-    assert CriticalBatch.from_record(older) == replace(FOUND, sign=None, spectral=None)
     with pytest.raises(ValueError, match="format 1"):
         CriticalBatch.from_record({**record, "format": 2})
 

@@ -9,9 +9,11 @@ from branch_runs import ScriptedRun, trained
 
 from gnsfast.critical_batch.branches import (
     CriticalBatch,
+    Plan,
     averaged,
+    critical_batch_in,
     measure_critical_batch,
-    measure_repeatedly,
+    train_branch,
 )
 
 HOW = {"k": (1, 2), "delta_tokens": 960, "tolerance": 9.0}
@@ -21,7 +23,7 @@ HOW = {"k": (1, 2), "delta_tokens": 960, "tolerance": 9.0}
 def test_data_that_no_branch_trained(tmp_path: Path) -> None:
     """As by hand: the same weights, later data, the mean of both; the run is where it was."""
     run = trained()
-    found = measure_repeatedly(run, folder=tmp_path / "a", repeats=2, **HOW)
+    found = measure_critical_batch(run, folder=tmp_path / "a", repeats=2, **HOW)
     place, steps = str(run.stream.state_dict()), [run.step().loss for _ in range(3)]
     assert steps == [step.loss for step in trained().train(240)]
     truth = trained()
@@ -38,21 +40,38 @@ def test_data_that_no_branch_trained(tmp_path: Path) -> None:
 def test_continued_and_added_to(tmp_path: Path) -> None:
     """What is finished is not trained again; a third one joins."""
     seen: list[float] = []
-    measure_repeatedly(trained(), folder=tmp_path, repeats=2, **HOW)
+    measure_critical_batch(trained(), folder=tmp_path, repeats=2, **HOW)
     two = CriticalBatch.load(tmp_path)
     run = trained()
     run.train = lambda *a, **b: pytest.fail("trained again")  # type: ignore[method-assign]
-    assert measure_repeatedly(run, folder=tmp_path, repeats=2, **HOW) == two
+    assert measure_critical_batch(run, folder=tmp_path, repeats=2, **HOW) == two
     more = {**HOW, "on_branch": lambda branch: seen.append(branch.loss)}
-    three = measure_repeatedly(trained(), folder=tmp_path, repeats=3, **more)
+    three = measure_critical_batch(trained(), folder=tmp_path, repeats=3, **more)
     assert len(seen) == len(set(seen)) == 6  # three times other data
     assert three.branches != two.branches
 
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ScriptedRun has no skip.tokens."):
-        measure_repeatedly(ScriptedRun(), folder=tmp_path, repeats=2, **HOW)
-    for repeats in (1, 2.0):
-        with pytest.raises(ValueError, match="repeats must be a whole number of at least 2"):
-            measure_repeatedly(trained(), folder=tmp_path, repeats=repeats, **HOW)
+        measure_critical_batch(ScriptedRun(), folder=tmp_path, repeats=2, **HOW)
+    with pytest.raises(ValueError, match="repeats must be a whole number of at least 1"):
+        measure_critical_batch(trained(), folder=tmp_path, repeats=2.0, **HOW)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "repeat-1").mkdir()
+    with pytest.raises(ValueError, match="holds repeated measurements.*pass repeats again"):
+        measure_critical_batch(trained(), folder=tmp_path, **HOW)
+
+
+@pytest.mark.second
+def test_branch_by_branch(tmp_path: Path) -> None:
+    """Each by a run of its own, in any order: as one measurement."""
+    here = measure_critical_batch(trained(), folder=tmp_path / "here", repeats=3, **HOW)
+    plan = Plan(**HOW, repeats=3)
+    for k in (2.0, 1.0):
+        run = trained()
+        last = train_branch(run, k, tmp_path / "cbs", plan)
+        assert last.k == k
+    assert critical_batch_in(tmp_path / "cbs") == here == CriticalBatch.load(tmp_path / "cbs")
+    for number in (1, 2):
+        name = f"repeat-{number}/branch-2x/steps.jsonl"
+        assert (tmp_path / "cbs" / name).read_text() == (tmp_path / "here" / name).read_text()

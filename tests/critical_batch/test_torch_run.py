@@ -223,9 +223,9 @@ def test_noise_scale_is_that_of_the_batches() -> None:
     assert found == again
     gns = gnsfast.GradientNoiseScale(run.model)
     for _ in range(5):
-        for n in (3, 3, 2):
-            with gns.microbatch(n, scale=n / 8):
-                (branch_runs.loss_fn(run.model, run.stream.draw(n)) * n / 8).backward()
+        for _ in range(4):  # the run itself takes 3, 3 and 2 samples
+            with gns.microbatch(2, scale=2 / 8):
+                (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
         gns.update()
         run.optimizer.zero_grad()
     expected = gns.compute()
@@ -266,9 +266,9 @@ def test_noise_scales_that_fit_the_optimizer(optimizer: Any, steps: int, fit: se
     own = {"optimizer": run.optimizer} if "adam" in fit else {}
     gns = gnsfast.GradientNoiseScale(run.model, window=4, metric=[*fit], **own)
     for _ in range(4):
-        for n in (3, 3, 2):
-            with gns.microbatch(n, scale=n / 8):
-                (branch_runs.loss_fn(run.model, run.stream.draw(n)) * n / 8).backward()
+        for _ in range(4):  # the run itself takes 3, 3 and 2 samples
+            with gns.microbatch(2, scale=2 / 8):
+                (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
         gns.update()
         run.model.zero_grad()
     for metric, scale in gns.compute().others.items():

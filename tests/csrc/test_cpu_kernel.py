@@ -86,18 +86,13 @@ BUGS = {
         "if (chunk.resume) {  // after",
         "if (false) {  // after",
     ),
-    "the first sample is added to what was there": (
-        "chunk.first ? s[m][v] : s[m][v] + load(to)",
-        "s[m][v] + load(to)",
-    ),
-    "each sample replaces the one before": (
-        "chunk.first ? s[m][v] : s[m][v] + load(to)",
-        "s[m][v]",
-    ),
+    "the first sample is added to what was there": ("if (!chunk.first) {", "if (true) {"),
+    "each sample replaces the one before": ("if (!chunk.first) {", "if (false) {"),
     "the sum is squared before it is whole": (
-        "if (chunk.final) total[v] += sum * sum;",
-        "if (chunk.first) total[v] += sum * sum;",
+        "if (chunk.final) add_squares(squares.total);",
+        "if (chunk.first) add_squares(squares.total);",
     ),
+    "the squares of every other row are lost": ("sums[0][v] += sums[kSums - 1][v];", ""),
     "a packed tail is not filled with zeros": (
         "k < columns ? value(from[k * side.stride_n]) : 0.f",
         "value(from[k * side.stride_n])",
@@ -117,6 +112,14 @@ BUGS = {
     "a panel that is not packed is read as if it were": (
         "tile.right_step = right.stride_t;",
         "",
+    ),
+    "a left panel that is not packed is read as if it were": (
+        "tile.left_step = left.stride_t;",
+        "",
+    ),
+    "the last tile begins where a whole one before it would end": (
+        "next = down + rows;",
+        "next = down + kRows;",
     ),
     "every panel of a group is read as its first": (
         "at.right_panels + in_group * packed_rows",
@@ -167,9 +170,13 @@ BUGS = {
         "done < tokens; done += kFewTokens",
         "done < 1; done += kFewTokens",
     ),
-    "a token of the next panel is added": (
-        "return first<Few, FewLanes>(v, kWidth - group * kFew);",
-        "return first<Few, FewLanes>(v, 1 + kWidth - group * kFew);",
+    "the next token is added where a copy has none": (
+        "add_tokens(copy, kColumns, chunk, sums, k);",
+        "add_tokens(copy, kColumns - 1, chunk, sums, k);",
+    ),
+    "the bias's last columns are read where they lie": (
+        "side.stride_n == 1 && columns == kColumns) {",
+        "side.stride_n == 1) {",
     ),
     "samples of one token are adjacent": (
         "call.left.stride_t = call.left.stride_b;",
@@ -199,10 +206,6 @@ BUGS = {
     "pairs: the middle of a panel is not copied": (
         "constexpr int kLast = std::max(0, kWidth - kFew);",
         "constexpr int kLast = 0;",
-    ),
-    "pairs: the bias is added from pairs": (
-        "if (Packed::kTokens > 1 && right_sums.total) {",
-        "if (Packed::kTokens > 2 && right_sums.total) {",
     ),
     "AMX: a long sample's chunk is not carried over": (
         "chunk.resume && k < kSquare",
@@ -301,16 +304,24 @@ BUGS = {
         "if ((next - part.token) % kFewTokens) continue;",
     ),
     "a sample of a norm has one part only": (
-        "if (work.parts > 1 && (index + 1) % work.parts) continue;",
+        "if ((index + 1) % work.parts) continue;",
         "",
     ),
     "a layer norm does not subtract the mean of dx": (
-        "if constexpr (kCentered) constant[r] = broadcast(sums[kR + r] / float(F));",
-        "",
+        "rows[r].constant = sums[kR + r] * share;",
+        "rows[r].constant = 0;",
     ),
-    "the first numbers of a wide row are added again": (
-        "for (Vector& sum : few) sum = Vector{};",
-        "",
+    "only the last numbers of a wide row are added": (
+        "total[s] += sum_of(few[s]);",
+        "total[s] = sum_of(few[s]);",
+    ),
+    "a norm's last rows take the means of others": (
+        "find_means<1, kCentered>(rows + r, gain",
+        "find_means<1, kCentered>(rows, gain",
+    ),
+    "a norm's sample begins with the one before": (
+        "(begun ? own[k] : 0.0)",
+        "own[k] * (begun ? 1 : 0.5)",
     ),
     "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
     "bfloat16 is cut off, not rounded": (

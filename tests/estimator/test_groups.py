@@ -368,9 +368,3 @@ class TestErrors:
     def test_names(self, names: Any) -> None:
         with pytest.raises(ValueError, match="a list of different names"):
             gnsfast.GradientNoiseScale(make(), groups=names)
-
-    def test_other_settings(self) -> None:
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(NotImplementedError, match="metric.* together with groups of samples"):
-            gnsfast.GradientNoiseScale(model, groups=NAMES, metric="adam", optimizer=optimizer)

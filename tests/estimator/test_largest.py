@@ -213,7 +213,7 @@ def test_states_of_another_number(saved: int, loaded: int) -> None:
 
 
 def test_states_without_samples_load() -> None:
-    """As older versions have saved them."""
+    """Those of a run that kept none."""
     gns = gnsfast.GradientNoiseScale(model_of(), keep_largest=2)
     update_of(gns, torch.randn(B, D), None)
     state = gns.state_dict()

@@ -208,7 +208,7 @@ def test_changed_parameters_are_refused_until_reset() -> None:
 def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     want = run(100, 10)
     real, calls = ledger.Ledger.settle, 0
-    scalars = loss_factors.block_scalars
+    scalars = loss_factors.microbatch_scalars
 
     def stops(*facts: Any) -> Tensor:
         nonlocal calls
@@ -220,7 +220,7 @@ def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
     def interrupted(self: ledger.Ledger) -> None:
         monkeypatch.setattr(ledger.Ledger, "settle", real)
         with monkeypatch.context() as inside:
-            inside.setattr(loss_factors, "block_scalars", stops)
+            inside.setattr(loss_factors, "microbatch_scalars", stops)
             with pytest.raises(KeyboardInterrupt):
                 self.settle()
         self.settle()

@@ -198,7 +198,7 @@ def test_sparse_gradients_and_half_precision() -> None:
 
 
 def test_one_unit() -> None:
-    """An error before anything was measured; later an update that does not count."""
+    """An update that does not count; two in a row are an error."""
     torch.manual_seed(2)
     data = draw()
     model = Everything()
@@ -208,9 +208,11 @@ def test_one_unit() -> None:
             (loss_of(model, data[0]) / B).backward()
 
     gns = gnsfast.GradientNoiseScale(model, **BOTH)
+    single(gns)
     with pytest.raises(gnsfast.ObservationError, match="1 pass on 1 process, and it takes 2"):
         single(gns)
     model.zero_grad()
+    gns.reset()
     before = run(model, gns, data)
     single(gns)
     after = gns.compute()

@@ -126,7 +126,7 @@ def test_with_a_dual_norm() -> None:
     """Both are of the same units, with the numbers that each has by itself."""
     model, data = Everything().double(), draw()
     both = gnsfast.GradientNoiseScale(model, unit="micro_batch", metric="sign")
-    sign = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
+    sign = gnsfast.GradientNoiseScale(model, metric="sign")
     found = run(model, both, data)
     assert found.noise_scale == run(model, by_micro_batches(model), data).noise_scale
     assert found.sign is not None and found.sign.noise_from == "micro_batches"

@@ -16,6 +16,7 @@ from trainer_cases import (
     Deaf,
     Model,
     T,
+    by_loop,
     same,
     samples,
     scaled,
@@ -28,7 +29,6 @@ from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_batch_size import BatchSizeCallback
-from gnsfast.integrations.transformers_branches import TrainerRun
 
 EPOCH, STEPS = 25 * T, 35  # five epochs of 7 steps of 4 samples; their last ones have one sample
 
@@ -77,23 +77,6 @@ def growing(
     return trainer, controller
 
 
-def by_run(trainer: hf.Trainer, controller: BatchSizeController) -> tuple[TrainerRun, list[Any]]:
-    """The same batch sizes by a TrainerRun: its steps, with losses and learning rates. Measured
-    too, since a weight's gradient is rounded otherwise while it is.
-    """
-    run = TrainerRun(trainer, tokens_per_sample=T)
-    grown = [(d.tokens, d.new) for d in controller.decisions if d.new != d.old]
-    size, steps = 4, []
-    with GNSCallback().watching(run.trainer):
-        for place, new in [*grown, (run._tokens_at_the_end(), 0)]:
-            left, factor = place - run.tokens, (size / 4) ** 0.5
-            for step in run.train(left, batch_size=size, lr_factor=factor):
-                rate = run.trainer.optimizer.param_groups[0]["lr"]
-                steps.append((run.trainer.state.global_step, step.loss, rate))
-            size = new
-    return run, steps
-
-
 def test_loss_that_is_not_divided(tmp_path: Path) -> None:
     """It grows with the accumulation; a run that does not grow is measured all the same."""
     model, gns = Deaf(), {"loss": "samples"}
@@ -121,8 +104,8 @@ def test_growth(tmp_path: Path, places: list[int], grown: list[Any]) -> None:
     kinds = {type(c).__name__ for c in trainer.callback_handler.callbacks}
     assert kinds == {"BatchSizeCallback", "DefaultFlowCallback", "Told"}  # and no leftover
     assert [(d.tokens, d.new) for d in controller.decisions if d.new != d.old] == grown
-    run, steps = by_run(trainer_of(tmp_path, max_steps=STEPS), controller)
-    assert same(found, weights(run.trainer))
+    steps = by_loop(loop := trainer_of(tmp_path, max_steps=STEPS), controller)
+    assert same(found, weights(loop))
     assert trainer.state.global_step == STEPS and trainer.state.epoch == 5.0
     assert trainer.args.gradient_accumulation_steps == 2
     assert trainer.lr_scheduler.last_epoch == STEPS
@@ -163,7 +146,7 @@ def test_where_training_ends(tmp_path: Path, options: Any, end: int) -> None:
 def test_logs_between_steps_are_means_over_the_data(tmp_path: Path) -> None:
     trainer, controller = growing(tmp_path, [1], logging_steps=5)
     trained(trainer)
-    _, steps = by_run(trainer_of(tmp_path, max_steps=STEPS), controller)
+    steps = by_loop(trainer_of(tmp_path, max_steps=STEPS), controller)
     weighted, before = [], 0
     for step, loss, _ in steps:
         weighted.append((step, (step - before) * loss))
@@ -183,8 +166,8 @@ def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
     trainer, controller = growing(tmp_path, [0], **options)
     found = trained(scaled(trainer))
     assert 20 < trainer.lr_scheduler.last_epoch < trainer.state.global_step == STEPS
-    run, _ = by_run(scaled(trainer_of(tmp_path, max_steps=STEPS, **SCALED)), controller)
-    assert same(found, weights(run.trainer))
+    by_loop(loop := scaled(trainer_of(tmp_path, max_steps=STEPS, **SCALED)), controller)
+    assert same(found, weights(loop))
     checkpoint = str(tmp_path / "checkpoint-18")
     other = scaled(growing(tmp_path, [0], **SCALED)[0])
     assert same(trained(other, resume_from_checkpoint=checkpoint), found)

@@ -17,7 +17,6 @@ from torch import Tensor
 from gnsfast.estimator import LargestSample
 from gnsfast.integrations.trackers import JSONLTracker
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_branches import TrainerRun
 
 N, STEPS, KEPT = 4, 3, 2
 Named = dict[str, Any]
@@ -171,13 +170,13 @@ def test_refusals(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_branches_train_without_the_column(tmp_path: Path) -> None:
-    """They run no callbacks."""
+def test_a_removed_callback_leaves_no_column(tmp_path: Path) -> None:
+    """Its training does not take it out of the batches."""
     callback = GNSCallback(keep_largest=1, ids="id")
     trainer = frozen(Plain(), named(2 * STEPS * N), tmp_path, callback)
-    run = TrainerRun(trainer, tokens_per_sample=1)
-    assert [step.tokens for step in run.train(2 * N, batch_size=N, lr_factor=1.0)] == [N, N]
-    assert trainer.callback_handler.callbacks
+    trainer.remove_callback(callback)
+    assert "id" not in next(iter(trainer.get_train_dataloader()))
+    trainer.train()
 
 
 def two_processes(rank: int, folder: str, data: list[Named]) -> None:

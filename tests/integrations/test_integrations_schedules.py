@@ -9,14 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from controller_cases import at_least, noise
-from test_integrations_batch_size import EPOCH, STEPS, Told, by_run, controller_of
+from test_integrations_batch_size import EPOCH, STEPS, Told, controller_of
 from test_integrations_lightning import QUIET, data
 from test_integrations_lightning_batch_size import EPOCHS, PER_EPOCH, Epochs, Scheduled, fit
-from trainer_cases import T, same, samples, trained, trainer_of, weights
+from trainer_cases import T, by_loop, same, samples, trained, trainer_of, weights
 
 import gnsfast
 from gnsfast import NoiseScale
 from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize, exports
+from gnsfast.critical_batch.laws import aligned_changes
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.trackers import JSONLTracker
@@ -50,8 +51,8 @@ def test_trainer_trains_a_schedule(tmp_path: Path) -> None:
     trainer = following(tmp_path, batch, save_strategy="steps", save_steps=5, logging_steps=1)
     found = trained(trainer)
     assert changes(batch) == CHANGES
-    run, steps = by_run(trainer_of(tmp_path / "by-run", max_steps=STEPS), batch)
-    assert same(found, weights(run.trainer))
+    steps = by_loop(loop := trainer_of(tmp_path / "by-loop", max_steps=STEPS), batch)
+    assert same(found, weights(loop))
     logs = [line for line in trainer.state.log_history if "learning_rate" in line]
     assert [line["learning_rate"] for line in logs] == [rate for _, _, rate in steps]
     assert trainer.state.global_step == STEPS and logs[-1]["batch/size"] == 4.0
@@ -84,20 +85,18 @@ def test_the_export_counts_as_trainer_does(
 ) -> None:
     """Its max_steps trains all tokens, and its steps are those of the changes."""
     schedule = BatchSizeSchedule(thresholds, 1001, tokens_per_sample=T)
-    plan = exports.hugging_face(schedule, per_device_train_batch_size=2)
-    steps = exports.hugging_face_max_steps(schedule)
+    made = [c for c in aligned_changes(schedule) if c.samples is not None]
+    steps = exports.first_steps(schedule)
     scope: dict[str, Any] = {}
-    exec(exports.hugging_face_lines(schedule, micro_batch=2), scope)
+    exec(exports.lines("huggingface", schedule, micro_batch=2), scope)
     batch, gns = scope["batch"], scope["gns"]
     trainer = following(tmp_path, batch, gns, max_steps=steps, data=samples(4 * steps))
     trained(trainer)
     logs = [line for line in trainer.state.log_history if "batch/decision" in line]
     assert [(line["step"], line["batch/size"]) for line in logs] == [
-        (entry["step"], 2 * entry["gradient_accumulation_steps"]) for entry in plan[1:]
+        (c.samples // thresholds[0][1], c.new) for c in made
     ]
-    assert changes(batch) == [
-        (entry["tokens"], 2 * entry["gradient_accumulation_steps"]) for entry in plan[1:]
-    ]
+    assert changes(batch) == [(c.samples * T, c.new) for c in made]
     assert batch.tokens >= 1001 and steps == 51 > schedule.steps
 
 

@@ -10,8 +10,6 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.functional import Plan
-from gnsfast.ops import backends
 
 SHAPES = {
     "rows": (4,),
@@ -101,22 +99,6 @@ def test_gradient_of_one_input(wanted: int) -> None:
     with gnsfast.per_sample_sqnorms(layer, 4):
         (layer(*ours) * r).sum().backward()
     torch.testing.assert_close(ours[wanted].grad, theirs[wanted].grad)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_metric(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why := backends.missing(backend, "cpu"):
-        pytest.skip(why)
-    monkeypatch.setenv("GNSFAST_BACKEND", backend)
-    (x, y, r), w = batch_of(4, 7), torch.randn(3, 5, 6, requires_grad=True)
-    v, s, eps = torch.rand(3, 5, 6), 1.5, 0.1
-    plan = Plan(moments=(v,), constants_P2=torch.tensor([[s, eps]]).double())
-    probe = torch.zeros(2, 4 + 2, requires_grad=True)
-    (gnsfast.functional.bilinear(x, y, w, None, probe, plan) * r).sum().backward()
-    g_B = torch.einsum("bto,bti,btj->boij", r, x, y).square()
-    assert probe.grad is not None
-    weighed_B = (g_B / (v.sqrt() * s + eps)).sum((1, 2, 3))
-    torch.testing.assert_close(probe.grad[:, :4], torch.stack([g_B.sum((1, 2, 3)), weighed_B]))
 
 
 def test_compiled() -> None:

@@ -205,6 +205,23 @@ def test_root_of_a_mean_of_squares() -> None:
     torch.testing.assert_close(slope, share * noise[3, 0] / root, rtol=1e-4, atol=0.0)
 
 
+def test_noise_below_zero() -> None:
+    """An unbiased variance of few micro-batches may be: it counts as it is, and loses no update."""
+    one, zero = torch.ones(3, 4), torch.zeros(3, 4)
+    new = 4 * one - 8 * (torch.arange(12).view(3, 4) < 8)  # the sum is below zero
+    for numbers, square in (
+        (dual_norms.sign_numbers, one),
+        (dual_norms.spectral_numbers, torch.eye(3)),
+    ):
+        own = new if numbers is dual_norms.sign_numbers else -2 * torch.eye(3)
+        parts = dual_norms.Parts(square, square, own, square, one, one, zero)
+        product = square.sum() * own.sum()
+        assert numbers(parts)[0].item() == pytest.approx(-math.sqrt(-product.item()))
+    noise = torch.tensor([[3.0], [-1.0]], dtype=F64)
+    found = dual_norms.averaged_before_root(noise, torch.ones(2, dtype=F64))
+    assert found.mean().item() == pytest.approx(2.0)  # the root of (9 - 1) / 2
+
+
 def test_ends_of_the_interval() -> None:
     """Each end is the 95 % limit of its bounds, and a bound that is not resolved is not used."""
     noise = torch.tensor([9.0, 10.0, 11.0, 10.0] * 8, dtype=F64)

@@ -102,8 +102,3 @@ def everything(rank: int) -> None:
     for parts in (1, 2):
         micro_batches_of_two(rank, parts)
     layouts_are_refused(rank)
-
-
-def test_pipeline_stages_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"spectral'\) together with pipeline"):
-        gnsfast.GradientNoiseScale(make(), stages=object(), **SETTINGS)

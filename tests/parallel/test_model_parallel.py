@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel, sharded and pipelined models have the noise scale of one process."""
+"""Tensor parallel, sharded and pipelined models have the numbers of one process."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from test_estimator_distributed import check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as pp
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gnsfast
 
 pytestmark = pytest.mark.dist
-UPDATES, N, T, V, PASSES = 5, 4, 6, 23, 4
+UPDATES, N, T, V = 5, 4, 6, 23
 Batch = tuple[Tensor, Tensor]
 
 
@@ -162,79 +160,43 @@ def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def pipelined(
-    name: str,
-    updates: list[list[Batch]],
-    group: dist.ProcessGroup,
-    scale_grads: bool = True,
-    data: dist.ProcessGroup | None = None,
+    updates: list[list[Batch]], group: dist.ProcessGroup, replicas: dist.ProcessGroup
 ) -> gnsfast.NoiseScale:
-    """The layers over two processes, one or two stages each; every batch is a schedule's step."""
-    rank, whole, cls = dist.get_rank(group), layers(), getattr(pp, name)
-    options = {"scale_grads": scale_grads, "loss_fn": F.cross_entropy}
-    if issubclass(cls, pp.PipelineScheduleMulti):
-        # A V: the first process has the last stage.
-        mine = [rank, 3 - rank if cls is pp.ScheduleZBVZeroBubble else rank + 2]
-        model: nn.Module = nn.ModuleDict({str(k): whole[k] for k in mine})
-        stages = [PipelineStage(whole[k], k, 4, torch.device("cpu"), group=group) for k in mine]
-        schedule = cls(stages, PASSES, **options)
-    else:
-        model = whole[2 * rank : 2 * rank + 2]
-        if data is not None:
-            model = DistributedDataParallel(model, process_group=data)
-        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
-        schedule = cls(stage, PASSES, **options)
-    gns = gnsfast.GradientNoiseScale(model, stages=group)
+    """Of this process's stage, a half of the layers: every batch is a step of one micro-batch."""
+    rank = dist.get_rank(group)
+    model = DistributedDataParallel(layers()[2 * rank : 2 * rank + 2], process_group=replicas)
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, 1, loss_fn=lambda y, labels: F.cross_entropy(y, labels) / 2)
+    gns = gnsfast.GradientNoiseScale(model, unit="micro_batch", process_group=replicas)
     for batches in updates:
         for x, y in batches:
-            with gns.microbatch(len(x), schedule=schedule):
+            with gns.microbatch(len(x), scale=1 / 2):
                 schedule.step(*([x] if rank == 0 else []), target=y)
         gns.update()
         model.zero_grad()
     return gns.compute()
 
 
-def one_process(updates: list[list[Batch]]) -> gnsfast.NoiseScale:
-    model = layers()
-    return measured(alone(model), model, vector_loss, updates)
+def check_stages(
+    updates: list[list[Batch]],
+    mine: list[list[Batch]],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup,
+) -> None:
+    """The numbers of two stages add up to those of the model."""
+    model, found = layers(), pipelined(mine, group, replicas)
+    truth = measured(alone(model, unit="micro_batch"), model, vector_loss, updates)
+    stages: list[Any] = [None, None]
+    dist.all_gather_object(stages, (found.trace, found.grad_sqnorm), group)
+    trace, grad_sqnorm = map(sum, zip(*stages))
+    assert (trace, grad_sqnorm) == pytest.approx((truth.trace, truth.grad_sqnorm), rel=1e-5)
+    assert all(truth.trace > own > 0 for own, _ in stages)
 
 
-def schedules(rank: int) -> None:
-    updates = vectors(1)
-    truth = one_process(updates)
-    for name in (
-        "ScheduleGPipe",
-        "Schedule1F1B",
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-        "ScheduleZBVZeroBubble",
-    ):
-        check(pipelined(name, updates, dist.group.WORLD), truth)
-    updates = vectors(2)  # accumulated over two steps
-    check(pipelined("Schedule1F1B", updates, dist.group.WORLD, False), one_process(updates))
-    with pytest.raises(gnsfast.ObservationError, match="scale_grads=False"):
-        pipelined("Schedule1F1B", updates, dist.group.WORLD)
-    with pytest.raises(
-        ValueError, match="num_samples is 8, which does not divide into the schedule's 3"
-    ):
-        schedule = SimpleNamespace(_n_microbatches=3, scale_grads=True, _stage=None)
-        with gnsfast.GradientNoiseScale(layers()).microbatch(8, schedule=schedule):
-            pass
-    same_names()
-
-
-def same_names() -> None:
-    """Stages that were sliced anew have the same names: their place is put in front."""
-    rank = dist.get_rank()
-    model = gnsfast.configure(nn.Sequential(nn.Linear(8, 8)), exclude=["0.bias"] if rank else [])
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
-    schedule = pp.ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
-    gns = gnsfast.GradientNoiseScale(model, stages=dist.group.WORLD)
-    with gns.microbatch(4, schedule=schedule):
-        schedule.step(*([torch.randn(4, 8)] if rank == 0 else []), target=torch.arange(4))
-    gns.update()
-    found = gns.compute()
-    assert set(found.per_module) == {"stage0.0", "stage1.0"}
-    assert (found.covered, found.left_out) == (1 - 8 / 144, ("stage1.0.bias",))
+def stages_of_two(rank: int) -> None:
+    itself, _ = dist.new_subgroups(group_size=1)
+    updates = vectors(2)
+    check_stages(updates, updates, dist.group.WORLD, itself)
 
 
 def heads_split(rank: int) -> None:
@@ -269,7 +231,7 @@ def mixed_precision(rank: int) -> None:
 
 
 def test_two_processes() -> None:
-    spawn(each, args=((heads_split, mixed_precision, schedules),))
+    spawn(each, args=((heads_split, mixed_precision, stages_of_two),))
 
 
 def four(rank: int) -> None:
@@ -280,10 +242,9 @@ def four(rank: int) -> None:
     mine = [update[2 * replica : 2 * replica + 2] for update in updates]
     model = llama_2d(mesh)
     check(measured(gnsfast.GradientNoiseScale(model), model, llama_loss, mine), truth)
-    groups = mesh["other"].get_group(), mesh["dp"].get_group()
-    batches = vectors(2)
-    own = [[update[replica]] for update in batches]
-    check(pipelined("Schedule1F1B", own, groups[0], data=groups[1]), one_process(batches))
+    updates = vectors(4)
+    mine = [update[2 * replica : 2 * replica + 2] for update in updates]
+    check_stages(updates, mine, mesh["other"].get_group(), mesh["dp"].get_group())
 
 
 def test_two_dimensions() -> None:

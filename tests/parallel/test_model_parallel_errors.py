@@ -9,14 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from made import Made
 from processes import each, spawn
-from test_model_parallel import alone, layers, measured, vector_loss, vectors
+from test_model_parallel import alone, layers, measured, vectors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import gnsfast
 
@@ -24,83 +23,33 @@ pytestmark = pytest.mark.dist
 N = 8
 
 
-class Pipeline:
-    """Two stages, and a step of eight samples in two passes."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        freeze: bool = False,
-        data: dist.ProcessGroup | None = None,
-        **settings: Any,
-    ) -> None:
-        self.rank, model = dist.get_rank(group), layers()
-        self.stage: Any = model[2 * self.rank : 2 * self.rank + 2]
-        self.stage.requires_grad_(self.rank == 1 or not freeze)
-        if data is not None:
-            self.stage = DistributedDataParallel(self.stage, process_group=data)
-        stage = PipelineStage(self.stage, self.rank, 2, torch.device("cpu"), group=group)
-        self.schedule = ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
-        self.gns = gnsfast.GradientNoiseScale(self.stage, **settings)
-
-    def step(self, batch: tuple[Tensor, Tensor], **options: Any) -> None:
-        x, y = batch
-        with self.gns.microbatch(len(x), schedule=self.schedule, **options):
-            self.schedule.step(*([x] if self.rank == 0 else []), target=y)
-
-    def update(self, grad_norm: Any = None) -> None:
-        self.gns.update(grad_norm)
-        self.stage.zero_grad()
-
-
 def pipelines(rank: int) -> None:
-    world, updates = dist.group.WORLD, vectors(1)
-    [batch] = updates[0]
+    """A stage on each process, with other parameters or with several passes in a block."""
+    [(x, y)] = vectors(1)[0]
+    itself, _ = dist.new_subgroups(group_size=1)
+    part = slice(0, 3) if rank == 0 else slice(3, 4)
+    for same in (False, True):  # the names of the parameters
+        for settings in ({}, {"unit": "micro_batch"}):
+            model = nn.Sequential(nn.Linear(8, 8)) if same else layers()[part]
+            gns = gnsfast.GradientNoiseScale(model, **settings)
+            with gns.microbatch(N):
+                (model(x).square().sum(1).mean() * (1 + rank)).backward()
+            if same:
+                gns.update()
+                words, ends = "nobody has averaged them", gns.compute
+            else:
+                words, ends = "as the stages of a pipeline do", gns.update
+            with pytest.raises(gnsfast.ObservationError, match=words):
+                ends()
 
-    pipe = Pipeline(world, stages=world)
-    pipe.step(batch)
-    pipe.update(torch.nn.utils.clip_grad_norm_(pipe.stage.parameters(), 1e-3))
-    with pytest.raises(gnsfast.ObservationError, match="different values of grad_norm"):
-        pipe.gns.compute()
-
-    pipe = Pipeline(world, stages=world)
-    pipe.step(batch, tokens=torch.full((N,), 3) if rank else None)
-    pipe.update()
-    with pytest.raises(gnsfast.ObservationError, match="different tokens or scale"):
-        pipe.gns.compute()
-
-    pipe = Pipeline(world, stages=world)
-    with pipe.gns.microbatch(N, schedule=pipe.schedule):
-        pipe.schedule.step(*([batch[0]] if rank == 0 else []), target=batch[1])
-        torch.nn.utils.clip_grad_norm_(pipe.stage.parameters(), 1e-3)
-    with pytest.raises(gnsfast.ObservationError, match="clipping"):
-        pipe.gns.update()
-
-    with pytest.raises(ValueError, match=r"Call GradientNoiseScale\(model, stages=group\)"):
-        Pipeline(world).step(batch)
-    with pytest.raises(ValueError, match="does not work with a schedule"):
-        Pipeline(world, source="local").step(batch)
-    with pytest.raises(gnsfast.ObservationError, match=r"step ran 0 times"):
-        pipe = Pipeline(world, stages=world)
-        with pipe.gns.microbatch(N, schedule=pipe.schedule):
-            pass
-
-    if rank == 0:  # the last stage alone scales the loss
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        with pytest.raises(gnsfast.ObservationError, match="scaled nothing on this pipeline"):
-            pipe = Pipeline(world, stages=world, grad_scaler=scaler)
-            pipe.step(batch)
-    else:
-        Pipeline(world, stages=world).step(batch)
-
-    pipe = Pipeline(world, freeze=True, stages=world)
-    for [batch] in updates:
-        pipe.step(batch)
-        pipe.update()
-    plain = layers()
-    plain[:2].requires_grad_(False)
-    truth = measured(alone(plain), plain, vector_loss, updates)
-    assert pipe.gns.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
+    model = layers()
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=itself)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
+    gns = gnsfast.GradientNoiseScale(model, unit="micro_batch", process_group=itself)
+    with pytest.raises(RuntimeError) as caught:  # that of the schedule
+        with gns.microbatch(N):
+            schedule.step(x, target=y)
+    assert "several parts in one pass" in str(caught.value.__cause__)
 
 
 def split_tokens(rank: int) -> None:
@@ -128,17 +77,6 @@ def test_two_processes() -> None:
 
 def four(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    data, stages = mesh["dp"].get_group(), mesh["pp"].get_group()
-    [batch] = vectors(1)[0]
-    for wrong in (data, stages):  # some of the model's processes are not in it
-        with pytest.raises(ValueError, match="process_group of all processes"):
-            Pipeline(stages, data=data, stages=stages, process_group=wrong).step(batch)
-    pipe = Pipeline(stages, stages=stages)  # nobody averages
-    pipe.step((batch[0] + mesh["dp"].get_local_rank(), batch[1]))
-    pipe.update()
-    with pytest.raises(gnsfast.ObservationError, match="nobody has averaged them"):
-        pipe.gns.compute()
-
     # Tensor parallel twice, and no average over the two copies.
     model: Any = nn.Sequential(nn.Linear(8, 4, bias=False))
     sharded = distribute_tensor(model[0].weight.detach(), mesh["pp"], [Shard(0)])

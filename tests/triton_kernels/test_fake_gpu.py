@@ -32,10 +32,9 @@ def plain(x_ptr, N, BLOCK: tl.constexpr):
 def greedy(x_ptr, BLOCK: tl.constexpr):
     at = x_ptr + tl.arange(0, BLOCK)
     a, b, c = tl.load(at), tl.load(at + BLOCK), tl.load(at + 2 * BLOCK)
-    for _ in range(9):
-        tl.store(at, tl.sort(a))
-        a, b, c = b + a, c * a, a - c
-    tl.store(at + BLOCK, a + b + c)
+    tl.store(at + BLOCK, a)  # 384 registers a thread: no load may come after this store
+    tl.store(at + 2 * BLOCK, b)
+    tl.store(at, c)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ class BranchRun(Protocol):
     - ``evaluate() -> float``: the mean loss on held-out samples, the same ones at each call; the
       state of the run stays the same. It has less noise than the loss of a training batch.
     - ``skip(tokens: int) -> None``: go on with the data that would come after these tokens; weights
-      and ``tokens`` stay as they are. For repeated measurements (``measure_repeatedly``).
+      and ``tokens`` stay as they are. For repeated measurements (``repeats``).
     """
 
     batch_size: int

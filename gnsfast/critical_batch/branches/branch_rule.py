@@ -104,7 +104,7 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     The critical batch size lies between ``lower`` and ``upper`` times the base batch size.
 
     Args:
-        losses: L_k by k, NaN or infinite where a branch diverged. A diverged branch with k > 1
+        losses: L_k by k, NaN or infinite where a loss was not finite. Such a branch with k > 1
             matches nothing.
         tolerance: ε, in the units of the loss.
 

@@ -1,62 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``measure_critical_batch``: trains branches of a checkpoint for its critical batch size.
-``measure_repeatedly`` does so with other data each time.
+"""``measure_critical_batch``: trains branches of a checkpoint for its critical batch size. Each of
+them can be trained by a process of its own: a call of an executor, or ``train_branch``.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gnsfast.arguments import check_choice, integer
-from gnsfast.critical_batch.branches.branch_executors import (
-    Call,
-    Here,
-    LocalProcesses,
-    Submits,
-    ended,
-    launch,
-    noted,
-    told,
-)
-from gnsfast.critical_batch.branches.branch_folder import CHECKPOINT, BranchFolder, branch_name
-from gnsfast.critical_batch.branches.branch_process import Plan, train_branch
+from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
-from gnsfast.critical_batch.branches.measurement import (
-    Branch,
-    CriticalBatch,
-    averaged,
-    known_at_checkpoint,
-    noise_scale_records,
+from gnsfast.critical_batch.branches.branch_training import (
+    LOG,
+    MakeRun,
+    Plan,
+    begun,
+    called,
+    known_in,
+    prepare,
+    train,
 )
-from gnsfast.critical_batch.critical_batch_factor import RunIdentity
-from gnsfast.errors import BranchError
-from gnsfast.noise_scale import METRICS
+from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch, averaged
+from gnsfast.errors import BranchError, first_line
 from gnsfast.parallel import first, process_count
+
+OnBranch = Callable[[Branch], None]
+
+
+class Executor(Protocol):
+    """Any executor: one of ``concurrent.futures``, submitit's, ``dask_client.get_executor()``."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any: ...
 
 
 def measure_critical_batch(
     run: BranchRun | None,
     *,
     folder: str | os.PathLike[str],
-    k: Iterable[float] = (0.5, 1, 2, 4, 8),
-    delta_tokens: int,
-    tolerance: float = 0.01,
-    alpha: float = 0.5,
-    lr: str = "sqrt",
-    loss: str = "train",
-    save_every_tokens: int | None = None,
-    workers: int = 0,
-    executor: Submits | None = None,
-    launcher: str | None = None,
-    make_run: Callable[[], BranchRun] | None = None,
-    noise_scale: bool = True,
-    factor: str | None = None,
-    on_branch: Callable[[Branch], None] | None = None,
+    executor: Executor | None = None,
+    make_run: MakeRun | None = None,
+    on_branch: OnBranch | None = None,
+    **plan: Any,
 ) -> CriticalBatch:
     """Measure the critical batch size at the present state of ``run``, as Merrill et al. do.
 
@@ -68,18 +56,16 @@ def measure_critical_batch(
     To continue an interrupted measurement, make the same call again, in this or another process. It
     restores the run from the checkpoint in the folder and trains the branches that are missing. The
     run must have trained the same number of tokens. k may differ between calls: the result holds
-    all branches of the folder. Whoever finishes a branch first wins. Two processes train the same
-    one only where this process was killed while jobs of its executor went on and the call is made
-    again before they end, or where two machines measure in one folder whose disk has no locks. The
-    second one's work is then thrown away, and their files never mix.
+    all branches of the folder. Where two processes train the same branch, the first one wins, and
+    the work of the second is thrown away.
 
     Where several processes train one run (DDP, FSDP2), each calls this with its part of the run,
     and the first one writes. An exception in a branch then ends the whole measurement and leaves
-    the run where it is. With ``launcher`` it ends that branch alone.
+    the run where it is.
 
     Args:
-        run: a ``BranchRun``, such as ``TorchRun``. With None, the processes that train branches
-            make the run by ``make_run``, and this process needs neither a GPU nor much memory.
+        run: a ``BranchRun``, such as ``TorchRun``. With None, the executor's processes make the run
+            by ``make_run``, and this process needs neither a GPU nor much memory.
         folder: a new folder, or that of a measurement to continue.
         k: batch sizes as multiples of ``run.batch_size``. Include 1, and one below 1 unless "at
             most" is a sufficient answer. Every batch must be a multiple of ``run.batch_multiple``,
@@ -90,125 +76,110 @@ def measure_critical_batch(
         alpha: the weight of the newest step in the moving average L_k.
         lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``: 1.
         loss: ``"train"``, as in the paper, or ``"evaluate"``: L_k is ``run.evaluate()`` after the
-            branch, which has less noise. To find the remaining noise, measure the same checkpoint
-            with other data, each time into a new folder, and take ``averaged``.
+            branch, which has less noise. To find the remaining noise, pass ``repeats``.
         save_every_tokens: also save within a branch, so that a killed one continues from there.
-        workers: train this many branches at once, each in its own process, which takes as many
-            times the memory; 0 trains them in this process.
-        executor: trains the branches instead: an executor of ``concurrent.futures``, submitit or
-            Dask (``client.get_executor()``), or anything whose ``submit(function, *args)`` returns
-            a future. Its machines must share ``folder``. A branch whose call is lost has failed.
-            Call again to train it further.
-        launcher: a command that starts the processes which train one branch together, such as
-            ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``; with ``run=None``. It is
-            run by the executor, or by ``workers`` processes of this machine, 1 without either.
-        make_run: needed with all of these: a picklable function without arguments that returns the
-            run; with ``run=None`` at the state to be measured, else in any. In launched processes
-            it calls ``torch.distributed.init_process_group``. A script that passes it needs the
-            guard ``if __name__ == "__main__"``.
+        executor: trains the branches, each in a call: ``ProcessPoolExecutor``, submitit's, Dask's
+            (``client.get_executor()``), or anything whose ``submit(function, *args)`` returns a
+            future. Its machines must share ``folder``. A branch whose call is lost has failed.
+            Call again to train it further. A call in a thread, as Dask's, starts a process. Without
+            it, this process trains them in turn.
+        make_run: needed with ``executor``: a function without arguments that returns the run, which
+            the executor can send; with ``run=None`` at the state to be measured, else in any. A
+            script that passes it needs the guard ``if __name__ == "__main__"``.
         noise_scale: call ``run.noise_scale()``, where the run has it and the folder does not.
         factor: the metric of a factor that will be asked of the result. Where its noise scale was
             not measured, this raises before a branch is trained.
+        repeats: measure so often, each time on other data, and return ``averaged``: before each
+            further one the run goes back to the weights of the checkpoint and skips the data that
+            earlier branches trained on, for which it needs ``skip(tokens)``. The branches are in
+            ``repeat-1``, ``repeat-2`` and so on below the folder. Later calls may add repeats.
         on_branch: called with each branch: first those in the folder, then each as it ends.
 
     Raises:
         ValueError: for an invalid setting, or one that differs from the folder's, and where the
             noise scale for ``factor`` was not measured.
-        BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed: finished
-            branches are kept, and other failures are named in ``missing``. Also where another
-            process is measuring in the folder.
+        BranchError: where the loss of a branch with k <= 1 is not finite, or k = 1 failed: finished
+            branches are kept, and other failures are named in ``missing``.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
-    ks = tuple(sorted(map(float, k)))
-    plan = Plan(ks, delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
-    if factor is not None:
-        check_choice("factor", factor, METRICS)
-        if not noise_scale:
-            raise ValueError("factor needs the noise scale: leave out noise_scale=False")
-    here = run is not None and not (integer("workers", workers, 0) or executor)
-    if workers and executor is not None:
-        raise ValueError("workers and executor exclude each other: pass one of them")
-    if launcher is not None and run is not None:
-        raise ValueError(
-            "launcher needs run=None, because each launched process makes its own run by make_run()"
-        )
-    if not here and make_run is None:
-        raise ValueError(
-            "workers, executor, launcher and run=None need make_run=..., a function that returns "
-            "the run in another process"
-        )
-    if not here and process_count() > 1:
-        raise ValueError(
-            f"this run has {process_count()} processes, which train its branches together: leave "
-            "out workers, executor and launcher"
-        )
-    if run is not None:
-        plan.settings(run)  # raises before anything is written
-    files = BranchFolder(Path(folder).absolute())
-    first(files.claim)
+    asked, own = Plan(**plan), run
+    if executor is not None or own is None:
+        if executor is None or make_run is None:
+            raise ValueError(
+                "run=None needs executor=..., and executor needs make_run=..., a function that "
+                "returns the run in another process"
+            )
+        if process_count() > 1:
+            raise ValueError(
+                f"this run has {process_count()} processes, which train its branches together: "
+                "leave out executor"
+            )
+        if own is None and asked.repeats > 1:
+            raise ValueError("repeats skip data of the run, and run=None has none: pass the run")
+    found: list[CriticalBatch] = []
     with ExitStack() as stack:
-        stack.enter_context(files.locked())
-        pool: Submits = executor or Here()
-        if executor is None and not here:
-            pool = stack.enter_context(LocalProcesses(max(workers, 1)))
-
-        def submit(name: str, work: Callable[..., Any], *args: Any) -> Call:
-            first(lambda: files.forget_failure(name))
-            how, make = ((noted,), lambda: run) if here else ((launch, launcher), make_run)
-            return pool.submit(told, *how, files, name, work, make, files, plan, *args)
-
-        if run is None:
-            [(_, failed)] = ended({CHECKPOINT: submit(CHECKPOINT, _prepare)})
-            why = files.failure(CHECKPOINT)
-            whole = files.checkpoint.is_dir() and (files.noise_scale() or not noise_scale)
-            if failed and (why or not whole):  # a process may die once its work is done
-                lost = f"the process that saves the checkpoint was lost: {failed}"
-                raise BranchError(why or lost)
+        if executor is not None and own is None:
+            [files] = asked.folders(folder)
+            each = iter(
+                [(files, executor.submit(called, prepare, make_run, files, asked).result())]
+            )
         else:
-            _prepare(lambda: run, files, plan)
-            stack.enter_context(restored(run, files))
-        scales = first(lambda: files.noise_scale(expected=noise_scale))
-        known = known_at_checkpoint({**first(files.settings), **(scales or {})})
-        if factor is not None:
-            _refuse_unmeasured(factor, known)
-        branches, missing = _train(files, plan, known["batch_size"], submit, on_branch)
-    if 1.0 in missing:
-        raise BranchError(
-            f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
-            f"To train it again, call again with the same folder, {files.path}"
-        )
-    result = CriticalBatch(branches=branches, missing=missing, **known)
-    first(lambda: files.write_result(result.record()))
-    return result
+            each = _prepared(own, folder, asked)
+        for files, known in each:
+            if own is not None and not found:
+                stack.enter_context(_restored(own, files))
+            make = (lambda: own) if executor is None else make_run
+            found.append(_measured(make, files, asked, known, executor, on_branch))
+    return _written(BranchFolder(folder), found)
 
 
-def _refuse_unmeasured(factor: str, known: dict[str, Any]) -> None:
-    """Raise ValueError if the noise scale that a factor is to be computed with is not there."""
-    scales = [m for m in METRICS if known["noise_scale" if m == "euclidean" else m] is not None]
-    if factor in scales:
-        return
-    why = f" ({known['noise_scale_reason']})" if known["noise_scale_reason"] else ""
-    raise ValueError(
-        f"The {factor} noise scale was not measured at the checkpoint{why}, so there will be no "
-        f"factor for it, and no branch was begun. Measured: {', '.join(scales) or 'none'}. Ask for "
-        "the factor of one of these, or for none. A TorchRun measures spectral for "
-        "torch.optim.Muon, sign for any other optimizer, and adam too for an Adam or AdamW that "
-        "has stepped."
+def train_branch(run: BranchRun, k: float, folder: str | os.PathLike[str], plan: Plan) -> Branch:
+    """Train one branch of a measurement, in each of its repeats, unless that is done already.
+
+    All branches of a measurement may be trained at once, each by a process or several. The first
+    one of them saves the checkpoint, from which all begin; that of k = 1 measures the noise scale.
+    ``critical_batch_in`` then applies the rule.
+
+    Returns:
+        The branch of the last repeat.
+
+    Raises:
+        ValueError, BranchError: where ``measure_critical_batch`` raises them for a setting or a
+            run. What the run raises goes on.
+    """
+    own = plan if k == 1 else replace(plan, noise_scale=False, factor=None)
+    return [train(lambda: run, files, own, k) for files, _ in _prepared(run, folder, own)][-1]
+
+
+def critical_batch_in(folder: str | os.PathLike[str]) -> CriticalBatch:
+    """Apply the rule to the branches that a folder holds, and write the result into it.
+
+    Raises:
+        ValueError: for a folder of something else.
+        BranchError: where k = 1 is missing, or the loss of a branch with k <= 1 is not finite.
+    """
+    paths = [Path(folder), *sorted(Path(folder).glob("repeat-[1-9]*"))]
+    each = list(map(BranchFolder, paths))
+    if not each[0].checkpoint.is_dir():
+        raise ValueError(f"{folder} holds no branch measurement")
+    return _written(
+        each[0], [_result(files, known_in(files), files.branches(), {}) for files in each]
     )
 
 
-def _prepare(make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan) -> None:
-    """Save the checkpoint and measure the noise scale there."""
-    run = make_run()
-    files.prepare(plan.settings(run), run)
-    if plan.noise_scale and first(files.noise_scale) is None:
-        record = _measured(run)
-        first(lambda: files.write_noise_scale(record))
+def _prepared(
+    run: Any, folder: str | os.PathLike[str], plan: Plan
+) -> Iterator[tuple[BranchFolder, dict[str, Any]]]:
+    """The folder of each repeat, with the run at its checkpoint, and what is known there."""
+    before = None
+    for files in plan.folders(folder):
+        yield files, prepare(lambda: run, files, plan, before)
+        before = files
 
 
 @contextmanager
-def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
+def _restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
     """Restore the run afterwards to the checkpoint.
 
     Not after an exception among several processes: the others may be anywhere.
@@ -222,97 +193,71 @@ def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
     run.restore(files.checkpoint)
 
 
-def _train(
+def _measured(
+    make_run: Any,
     files: BranchFolder,
     plan: Plan,
-    batch_size: int,
-    submit: Callable[..., Call],
-    on_branch: Callable[[Branch], None] | None,
-) -> tuple[tuple[Branch, ...], dict[float, str]]:
-    """All branches by ascending k, trained now or before, and why others failed."""
-    found: list[Branch] = []
-    missing: dict[float, str] = {}
+    known: dict[str, Any],
+    executor: Executor | None,
+    on_branch: OnBranch | None,
+) -> CriticalBatch:
+    """Train the branches that are missing, here or by an executor, and apply the rule."""
+    there, missing = first(files.branches), {}
 
     def take(branch: Branch) -> None:
         if on_branch is not None:
             on_branch(branch)
         if branch.state == "failed":
             missing[branch.k] = branch.reason
-            return
-        found.append(branch)
-        if branch.k <= 1:
+        elif branch.k <= 1:
             matching({1.0: 0.0, branch.k: branch.loss})  # raises where the branch diverged
 
-    for finished in first(files.branches):
-        take(finished)
-    trained = {branch.k for branch in found}
-    asked = [branch for branch in plan.branches(batch_size) if branch.k not in trained]
-    calls = {branch: submit(branch_name(branch.k), train_branch, branch) for branch in asked}
-    with closing(ended(calls)) as ends:
-        for branch, failed in ends:
-            take(first(partial(files.outcome, branch, failed)))
-    return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
+    for branch in filter(None, there.values()):
+        take(branch)
+    asked, work = [k for k in plan.k if there[k] is None], partial(train, make_run, files, plan)
+    futures = (
+        {}
+        if executor is None
+        else {k: executor.submit(called, train, make_run, files, plan, k) for k in asked}
+    )
+    try:
+        for k in asked:
+            try:
+                there[k] = work(k) if executor is None else futures[k].result()
+            except Exception as error:
+                if process_count() > 1:  # the others wait for this process: it has to end
+                    raise
+                LOG.error("The branch with k = %g failed.", k, exc_info=error)
+                there[k] = files.branch(k)  # which another process may have finished
+                failed = replace(begun(k, known["batch_size"], plan), reason=first_line(error))
+            take(there[k] or failed)
+    finally:
+        for future in futures.values():
+            if not future.done():
+                future.cancel()
+    return _result(files, known, there, missing)
 
 
-def _measured(run: BranchRun) -> dict[str, Any]:
-    """The record of the noise scales at the present weights, and of what identifies the run."""
-    measure: Callable[[], Any] | None = getattr(run, "noise_scale", None)
-    record = noise_scale_records(None if measure is None else measure())
-    reason = ""
-    if measure is None:
-        reason = "the run has no method noise_scale()"
-    elif record["noise_scale"] is None:
-        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
-    known: RunIdentity = getattr(run, "identity", RunIdentity)()
-    own = replace(known, tokens_per_sample=run.tokens_per_sample)
-    return record | {"noise_scale_reason": reason, "run": asdict(own)}
-
-
-def measure_repeatedly(
-    run: BranchRun,
-    *,
-    folder: str | os.PathLike[str],
-    repeats: int,
-    delta_tokens: int,
-    k: Iterable[float] = (0.5, 1, 2, 4, 8),
-    noise_scale: bool = True,
-    factor: str | None = None,
-    **how: Any,
+def _result(
+    files: BranchFolder,
+    known: dict[str, Any],
+    there: dict[float, Branch | None],
+    reasons: dict[float, str],
 ) -> CriticalBatch:
-    """Measure one checkpoint several times, each time on other data, and return ``averaged``.
-
-    The first measurement is that of ``measure_critical_batch`` in the same folder. Before each
-    further one the run goes back to the weights of the checkpoint and skips the data that earlier
-    branches trained on. Its branches are in ``repeat-1``, ``repeat-2`` and so on below the folder,
-    and the folder itself gets the averaged result. To continue, or to add repeats, call again.
-
-    Args:
-        run: a run with a method ``skip(tokens)``, such as ``TorchRun``.
-        repeats: the number of measurements, at least 2. Each costs as much as a single one.
-        how: further arguments of ``measure_critical_batch``.
-
-    Raises:
-        ValueError: for a run that cannot skip data, and where ``measure_critical_batch`` raises it.
-        BranchError: where ``measure_critical_batch`` raises it.
-    """
-    integer("repeats", repeats, 2)
-    skip = getattr(run, "skip", None)
-    if not callable(skip):
-        raise ValueError(
-            f"each repeat trains on other data, and {type(run).__name__} has no skip(tokens) to "
-            "reach it: add that method (gnsfast.critical_batch.BranchRun), or measure once"
+    """The rule's result for the branches that are there, and why others are missing."""
+    missing = {
+        k: reasons.get(k, "it has not finished") for k, branch in there.items() if not branch
+    }
+    if 1.0 in missing:
+        raise BranchError(
+            f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
+            f"To train it again, call again with the same folder, {files.path}"
         )
-    path, ks = Path(folder), tuple(k)
-    how |= {"k": ks, "delta_tokens": delta_tokens}
-    longest = delta_tokens + round(max(ks, default=1) * run.batch_size) * run.tokens_per_sample
-    measured: dict[str, Any] = {"noise_scale": noise_scale, "factor": factor}
-    found = [measure_critical_batch(run, folder=path, **measured, **how)]
-    files = BranchFolder(path)
-    with restored(run, files):
-        for number in range(1, repeats):
-            skip(longest)
-            below = path / f"repeat-{number}"
-            found.append(measure_critical_batch(run, folder=below, noise_scale=False, **how))
-    result = averaged(found)
+    branches = tuple(branch for _, branch in sorted(there.items()) if branch)
+    return CriticalBatch(branches=branches, missing=missing, **known)
+
+
+def _written(files: BranchFolder, found: list[CriticalBatch]) -> CriticalBatch:
+    result = averaged(found) if len(found) > 1 else found[0]
     first(lambda: files.write_result(result.record()))
     return result

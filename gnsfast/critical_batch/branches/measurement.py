@@ -49,11 +49,15 @@ class Branch:
         k: its batch size divided by that of the run.
         batch_size: its batch size in samples.
         lr_factor: the factor by which it multiplies every learning rate of the run.
-        loss: L_k, infinite where the branch diverged.
+        loss: L_k, infinite where a loss was not finite.
         loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
         steps, tokens: what this branch has trained. The last step may go beyond Δ.
-        state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again.
+        state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again. A
+            branch has diverged if a loss is not finite. In a ``CriticalBatch`` it also has if it
+            does not match and ends above ``start``, by more than the tolerance and three times the
+            noise of that difference.
         reason: why the branch failed.
+        start: the loss before the first step.
     """
 
     k: float
@@ -65,6 +69,7 @@ class Branch:
     tokens: int
     state: str = "finished"
     reason: str = ""
+    start: float = math.nan
 
     def record(self) -> dict[str, Any]:
         """A JSON object; an infinite ``loss`` and an unknown ``loss_std`` are null."""
@@ -73,7 +78,8 @@ class Branch:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> "Branch":
         loss = math.inf if record["loss"] is None else record["loss"]
-        return Branch(**{**record, "loss": loss, "loss_std": null_to_nan(record["loss_std"])})
+        rest = {name: null_to_nan(record[name]) for name in ("loss_std", "start")}
+        return Branch(**{**record, "loss": loss, **rest})
 
 
 @dataclass(frozen=True)
@@ -123,26 +129,33 @@ class CriticalBatch:
 
     def __post_init__(self) -> None:
         self._matching  # noqa: B018 - raises where the branch k = 1 is missing or diverged
+        least, named = math.inf, []
+        for b in self.branches:
+            noise = 0.0 if math.isnan(b.loss_std) else b.loss_std * math.sqrt(2 / self.alpha)
+            worse = (
+                b.loss > least + self.tolerance and b.loss > b.start + self.tolerance + 3 * noise
+            )
+            worse = worse or not math.isfinite(b.loss)
+            named.append(replace(b, state="diverged" if worse else "finished"))
+            least = min(least, b.loss)
+        object.__setattr__(self, "branches", tuple(named))
 
     @property
     def _matching(self) -> Matching:
         return matching({b.k: b.loss for b in self.branches}, self.tolerance)
 
     @property
-    def lower(self) -> float:
-        return self._matching.lower * self.batch_size
+    def interval(self) -> Interval:
+        """``value`` from ``lower`` to ``upper``."""
+        bounds = self._matching
+        lower, upper = bounds.lower * self.batch_size, bounds.upper * self.batch_size
+        both = lower > 0 and math.isfinite(upper)
+        return Interval(math.sqrt(lower * upper) if both else math.nan, lower, upper)
 
-    @property
-    def upper(self) -> float:
-        return self._matching.upper * self.batch_size
-
-    @property
-    def resolved(self) -> bool:
-        return self.lower > 0 and math.isfinite(self.upper)
-
-    @property
-    def value(self) -> float:
-        return math.sqrt(self.lower * self.upper) if self.resolved else math.nan
+    lower = property(lambda self: self.interval.lower)
+    upper = property(lambda self: self.interval.upper)
+    value = property(lambda self: self.interval.value)
+    resolved = property(lambda self: self.interval.resolved)
 
     def _scale(self, metric: str) -> Estimate | None:
         scale: Estimate | None = vars(self)["noise_scale" if metric == "euclidean" else metric]
@@ -174,7 +187,7 @@ class CriticalBatch:
         if uneven := self._matching.uneven:
             found.append(
                 f"k = {uneven[0]:g} does not match, but the larger k = {self._matching.largest:g} "
-                "does: average measurements on other data (measure_repeatedly, --repeats)"
+                "does: average measurements on other data (repeats=3, --repeats 3)"
             )
         return tuple(found)
 
@@ -195,7 +208,7 @@ class CriticalBatch:
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
-        return Interval(self.value, self.lower, self.upper).over(scale.interval)
+        return self.interval.over(scale.interval)
 
     def factor(
         self, metric: str = "euclidean", *, despite_doubts: bool = False
@@ -214,7 +227,7 @@ class CriticalBatch:
             "kind": KIND,
             "format": FORMAT,
             **{name: getattr(self, name) for name in SETTINGS},
-            **{name: finite_or_none(getattr(self, name)) for name in ("lower", "upper", "value")},
+            **self.interval.record(),
             "resolved": self.resolved,
             "noisy": list(self.noisy),
             "doubts": list(self.doubts),
@@ -279,7 +292,7 @@ class CriticalBatch:
             note = "about " + (f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}")
         elif self.lower > 0:
             note = "for an upper bound, measure a larger k too"
-        ends = Interval(self.value, self.lower, self.upper).ends("{:,.0f}".format)
+        ends = self.interval.ends("{:,.0f}".format)
         size = f"{ends} samples ({note})"
         if not ends:
             size = "unknown, because a single branch has nothing to be compared with"
@@ -293,7 +306,7 @@ class CriticalBatch:
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
                 "the noise of the losses is unknown: average measurements on other data "
-                "(measure_repeatedly, --repeats)"
+                "(repeats=3, --repeats 3)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         for metric in METRICS:
@@ -380,23 +393,15 @@ def _records(scales: Mapping[str, Any]) -> dict[str, Any]:
     return records
 
 
-def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``CriticalBatch`` that such objects hold, in which null stands for infinity.
-    Older records lack some of them.
-    """
-    scales: dict[str, Any] = dict.fromkeys(SCALES)
-    for name, kind in SCALES.items():
-        if found := record.get(name):
-            numbers = (found[f.name] for f in fields(kind))
-            scales[name] = kind(*(math.inf if x is None else x for x in numbers))
-    return scales
-
-
 def known_at_checkpoint(record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``CriticalBatch`` that are known before a branch is trained, from a record with
     the settings and what was measured at the checkpoint, if anything was.
     """
-    own = {name: record[name] for name in SETTINGS} | noise_scales_from_record(record)
+    own: dict[str, Any] = {name: record[name] for name in SETTINGS}
+    for name, kind in SCALES.items():
+        if numbers := record.get(name):  # in which null is infinity
+            each = (numbers[f.name] for f in fields(kind))
+            own[name] = kind(*(math.inf if x is None else x for x in each))
     own["noise_scale_reason"] = record.get("noise_scale_reason", "")
     return own | {"run": RunIdentity.from_record(record.get("run"))}
 
@@ -455,8 +460,8 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
 
 
 def _mean(branches: Sequence[Branch]) -> Branch:
-    losses = [b.loss for b in branches]
+    losses, start = [b.loss for b in branches], statistics.fmean(b.start for b in branches)
     if not all(map(math.isfinite, losses)):
-        return replace(branches[0], loss=math.inf, loss_std=math.nan, state="diverged")
+        return replace(branches[0], loss=math.inf, loss_std=math.nan, start=start)
     error = statistics.stdev(losses) / math.sqrt(len(losses))
-    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error)
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error, start=start)

@@ -13,13 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
-from gnsfast.critical_batch.branches.run_state import (
-    load_run,
-    random_state,
-    read_run,
-    save_run,
-    set_random_state,
-)
+from gnsfast.critical_batch.branches.run_state import load_run, read_run, save_run
 from gnsfast.critical_batch.critical_batch_factor import RunIdentity
 from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
@@ -244,16 +238,13 @@ class TorchRun:
         self.rules.check(self.optimizer, k)
 
     def save(self, folder: Path) -> None:
-        """Write model, optimizer, random number generators, data position and progress.
-
-        The file holds only tensors and plain values, which ``torch.load(weights_only=True)`` reads.
-        Each of several processes writes one, with its shards.
+        """Write model, optimizer, random number generators, data position and progress, which
+        ``torch.load(weights_only=True)`` reads. Each of several processes writes a file.
         """
         own = {
             "tokens": self._tokens,
             "batch_size": self.batch_size,
             "tokens_per_sample": self.tokens_per_sample,
-            "random": random_state(self._devices()),
             "stream": self.stream.state_dict(),
             "gns": None if self.gns is None else self.gns.state_dict(),
         }
@@ -276,16 +267,12 @@ class TorchRun:
                 f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=...: "
                 f"make this TorchRun {'with' if state['gns'] else 'without'} it too"
             )
-        load_run(Path(folder), self.model, self.optimizer, state)
-        self._zero_grad()
         self.stream.load_state_dict(state["stream"])
         if self.gns is not None:
             self.gns.load_state_dict(state["gns"])
         self._tokens, self.batch_size, self._rates = state["tokens"], state["batch_size"], []
-        set_random_state(state["random"], self._devices())  # last: loading may draw random numbers
-
-    def _devices(self) -> set[torch.device]:
-        return {p.device for p in self.model.parameters()}
+        load_run(Path(folder), self.model, self.optimizer, state)
+        self._zero_grad()
 
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
@@ -335,7 +322,7 @@ def _data_parallel(model: nn.Module) -> int:
     Raises:
         ValueError: where they train a model each, because it is not wrapped.
     """
-    processes = find_processes(model, None, None).data
+    processes = find_processes(model, None).data
     wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if processes > 1 and not wrapped and not fsdp_degrees(model):
         raise ValueError(

@@ -63,16 +63,13 @@ class Settings:
         return self.data_parallel * self.micro_batch
 
     def check_batch(self, batch_size: int) -> None:
+        """Raise ValueError where the run, perhaps a resumed one, could not have this batch size."""
         if batch_size % self.samples_at_once:
             raise ValueError(
                 f"a batch size of {batch_size} cannot be split into micro-batches of "
                 f"{self.micro_batch} samples on {self.data_parallel} processes: it must be a "
                 f"multiple of {self.samples_at_once}"
             )
-
-    def check_size(self, batch_size: int) -> None:
-        """Raise ValueError where a resumed run could not have this batch size."""
-        self.check_batch(batch_size)
 
     def state(self) -> dict[str, Any]:
         """All settings for JSON."""
@@ -287,7 +284,7 @@ class ChangingBatchSize(ABC):
         """
         check_format("the state", state, self.KIND, self.FORMAT)
         self.settings.check_saved(state["settings"], change)
-        self.settings.check_size(state["batch_size"])
+        self.settings.check_batch(state["batch_size"])
         self.batch_size, self.tokens = state["batch_size"], state["tokens"]
         self.decisions = [Decision.from_state(each) for each in state["decisions"]]
 

@@ -84,8 +84,8 @@ class ControllerSettings(Settings):
         size = batch_size // self.growth
         return size if size >= self.min_batch_size else None
 
-    def check_size(self, batch_size: int) -> None:
-        super().check_size(batch_size)
+    def check_batch(self, batch_size: int) -> None:
+        super().check_batch(batch_size)
         if batch_size > self.max_batch_size:
             raise ValueError(
                 f"the saved batch size of {batch_size} is above "
