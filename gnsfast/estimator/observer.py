@@ -25,7 +25,7 @@ from gnsfast.estimator.sample_clusters import ClusterMeasure
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
-from gnsfast.following import EXCLUDED, Followed, unwrapped
+from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
@@ -157,8 +157,9 @@ class Observer:
         shapes = {leaf.name: tuple(leaf.parameter.shape) for leaf in leaves}
         lost = [] if s.by_gradients else [leaf for leaf in leaves if leaf.left_out]
         here = {leaf.name: leaf.left_out for leaf in lost}
+        refused = {leaf.name: leaf.refused for leaf in leaves if leaf.refused}
         table = self.slab.followed.table
-        found = gathered((shapes, here, table, s.clusters), s.group)
+        found = gathered((shapes, here, refused, table, s.clusters), s.group)
         if any(other != shapes for other, *_ in found):
             raise ObservationError(
                 "The processes train different parameters, as the stages of a pipeline do. With "
@@ -178,15 +179,11 @@ class Observer:
                 f"Other processes cannot measure {', '.join(everywhere.keys() - here.keys())} of "
                 "which there are updates. Call gns.reset()."
             )
-        if tables := [own for *_, own, _ in found if own is not None]:
-            joined_table = reduce(Table.__or__, tables)
-            unproven = everywhere.keys() - joined_table.proofs.keys()
-            unproven |= {leaf.name for leaf in leaves if leaf.is_opaque}
-            unproven |= {name for name, why in everywhere.items() if why == EXCLUDED}
-            everywhere = {name: why for name, why in everywhere.items() if name in unproven}
-            joined_table.tell(self.slab.followed)
+        refused = {name: why for *_, other, _, _ in found for name, why in other.items()}
         for leaf in leaves:
-            leaf.left_out = everywhere.get(leaf.name, "")
+            leaf.refused = leaf.left_out = refused.get(leaf.name, "")
+        if tables := [other for *_, other, _ in found if other is not None]:
+            reduce(Table.__or__, tables).tell(self.slab.followed)
         self.discard()
         return False
 

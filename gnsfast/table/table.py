@@ -88,7 +88,7 @@ class Table:
             )
         followed.learn(*self.batches, routes=self.routes)
         for leaf in followed.leaves:
-            leaf.left_out = leaf.left_out or self.left_out.get(leaf.name, "")
+            leaf.left_out = leaf.refused or self.left_out.get(leaf.name, "")
         followed.table = self
 
     @property
