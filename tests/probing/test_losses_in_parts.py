@@ -66,16 +66,21 @@ def draw() -> tuple[Tensor, Tensor]:
     return torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
 
 
+def table_of(model: Any) -> gnsfast.Table:
+    return gnsfast.learn(model, draw()[0], run=lambda ids: model.head(model(ids)))
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_message_says_what_is_exact(tied: bool) -> None:
     model = Model(tied)
+    table = table_of(model)
     if tied:  # the link between both uses has one backward pass
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            with gnsfast.per_sample_sqnorms(model, B):
+            with gnsfast.per_sample_sqnorms(model, B, table=table):
                 in_parts(model, draw()).backward()
         return
     with pytest.raises(gnsfast.ObservationError, match=f"weight: .*{INSTEAD}.*exclude="):
-        with gnsfast.per_sample_sqnorms(model, B):
+        with gnsfast.per_sample_sqnorms(model, B, table=table):
             in_parts(model, draw()).backward()
     model.zero_grad()
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
