@@ -7,16 +7,50 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from noise_cases import one_update
 from processes import each, spawn
-from test_dual_norms_sharded import METRICS, alone, batches_of, in_one, loss_of, make
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import gnsfast
 from gnsfast.parallel import parameters_at_rest
 
 pytestmark = pytest.mark.dist
-ALL = ["adam", *METRICS]
+UPDATES, N, V, CLASSES = 6, 4, 9, 4
+Batch = tuple[Tensor, Tensor]
+
+
+class Model(nn.Module):
+    """Matrices that are high, wide and square; 9, 7, 5 and 1 rows are not even over processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(V, 5), nn.Linear(5, 7)
+        self.norm, self.square = nn.LayerNorm(7), nn.Linear(7, 7, bias=False)
+        self.gate, self.down = nn.Linear(7, 1), nn.Linear(7, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.up(self.embed(ids))))
+        y: Tensor = self.down(h + self.gate(h).sigmoid() * self.square(h))
+        return y
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    return Model().double()
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def batches_of(ranks: int) -> list[list[Batch]]:
+    """[update][rank], the same on every process."""
+    torch.manual_seed(2)
+    draw = lambda: (torch.randint(V, (N, 3)), torch.randint(CLASSES, (N, 3)))
+    return [[draw() for _ in range(ranks)] for _ in range(UPDATES)]
 
 
 def shard(model: Any) -> Any:
@@ -25,40 +59,31 @@ def shard(model: Any) -> Any:
     return fully_shard(model)
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-
-
-def trained(
-    rank: int | None, model: nn.Module, gns: gnsfast.GradientNoiseScale, evaluated: str = "never"
-) -> gnsfast.NoiseScale:
-    """An update of one micro-batch on each process; those of all processes if ``rank`` is None."""
-    optimizer = gns._settings.optimizer
-    for k, ranks in enumerate(batches_of(2, 1, 4)):
+def trained(rank: int | None, gns: gnsfast.GradientNoiseScale, evaluated: str) -> Any:
+    """An update of one micro-batch on each process; of all samples in one if ``rank`` is None."""
+    model = gns.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for k, ranks in enumerate(batches_of(2)):
         if evaluated == "each" or (evaluated == "first" and k == 0):
             with torch.no_grad():
-                loss_of(model, ranks[0][0])
-        passes = in_one(ranks) if rank is None else ranks[rank]
-        for batch in passes:
-            with gns.microbatch(4, scale=1 / len(passes)):
-                (loss_of(model, batch) / len(passes)).backward()
-        gns.update()
+                loss_of(model, ranks[0])
+        whole = torch.cat([b[0] for b in ranks]), torch.cat([b[1] for b in ranks])
+        batch = whole if rank is None else ranks[rank]
+        with one_update(gns, len(batch[0])):
+            loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     return gns.compute()
 
 
 def same(rank: int, evaluated: str) -> None:
-    one, model = make(), shard(make())
-    truth = trained(None, one, alone(one, ALL, optimizer=adam(one)))
-    gns = gnsfast.GradientNoiseScale(model, metric=ALL, optimizer=adam(model))
-    found = trained(rank, model, gns, evaluated)
-    assert found.updates == truth.updates == 6
-    for name in ("", "adam", "sign"):
-        a, b = (getattr(r, name) if name else r for r in (found, truth))
-        assert a.noise_scale == pytest.approx(b.noise_scale, rel=1e-6), name
-    assert found.spectral is not None and truth.spectral is not None
-    assert found.spectral.noise == pytest.approx(truth.spectral.noise, rel=1e-6)
+    group, _ = dist.new_subgroups(group_size=1)
+    alone = gnsfast.GradientNoiseScale(make(), process_group=group)
+    truth = trained(None, alone, "never")
+    found = trained(rank, gnsfast.GradientNoiseScale(shard(make())), evaluated)
+    assert found.updates == truth.updates == UPDATES
+    assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
+    assert found.trace == pytest.approx(truth.trace, rel=1e-5)
 
 
 def test_two_processes() -> None:
@@ -72,7 +97,7 @@ def partly(rank: int) -> None:
     fully_shard(model, reshard_after_forward=2)
     before = dict(model.named_parameters())
     with torch.no_grad():
-        loss_of(model, batches_of(1, 1, 4)[0][0][0])
+        loss_of(model, batches_of(1)[0][0])
     assert not {*before.values()} & {*model.parameters()}
     found = parameters_at_rest(model)
     assert all(found[name] is p for name, p in before.items())
