@@ -182,7 +182,7 @@ def test_tie_moves_what_is_counted() -> None:
     with Moved() as moved:
         _, of_samples, of_sum = _links.link_grads([ids], rows, dw)
         assert of_samples is not None and of_sum is not None
-        _links.add_cross_terms(probe, dy, ids, PLAIN, of_samples, of_sum)
+        _links.add_cross_terms(probe, dy, PLAIN, of_samples, of_sum)
     # dW's rows are read as a gather: the dispatcher sees all of dW instead.
     passes = sum(numel == B * T * D for numel in moved.numels) + 1
     assert 1 + passes == model_step.TIED_PASSES["eager"]
