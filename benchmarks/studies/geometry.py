@@ -109,7 +109,7 @@ class Study(Training):
         model = tiny_gpt.TinyGPT(width=self.width, layers=2)
         own = OPTIMIZERS[name]
         optimizer = own.make(model, own.lr if lr is None else lr)
-        return self.of(model, optimizer, rate, seed, micro_batch=BATCH // 4)  # to compare
+        return self.of(model, optimizer, rate, seed)
 
     def gns(self, name: str, run: TorchRun, **options: Any) -> gnsfast.GradientNoiseScale:
         """All noise scales that the optimizer has, or those of ``metric``."""

@@ -74,7 +74,7 @@ def trained(
     for k, ranks in enumerate(batches_of(2)):
         if evaluated == "each" or (evaluated == "first" and k == 0):
             with torch.no_grad():
-                loss_of(model, ranks[0][0])
+                loss_of(model, ranks[0])
         passes = ranks if rank is None else ranks[rank : rank + 1]
         for batch in passes:
             if attached:
