@@ -356,7 +356,7 @@ def _begun(
     return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows)
 
 
-NO_LENGTHS = frozenset[tuple[int, int]]()
+NO_LENGTHS: frozenset[tuple[int, int]] = frozenset()
 
 
 def _lengths(

@@ -112,7 +112,7 @@ class ProbeSlab:
         """float32 [rows, B + 2 + G] on each device: a row of each parameter that was reached."""
         parts: dict[torch.device, list[Tensor]] = {}
         for leaf, rows in self.rows.items():
-            if not leaf.left_out:
+            if leaf.name in self.parameters:
                 parts.setdefault(rows.device, []).append(rows)
         return [torch.cat(rows) for rows in parts.values()]
 

@@ -121,7 +121,8 @@ def table_of(
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
     structure, B = followed.structure, max(samples.n, 1)
-    few = FEW if B >= FEW else FEW - 1
+    # Processes that shard the parameters must run as many passes.
+    few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves):
@@ -158,8 +159,9 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     """The same for packed documents. A single row that the model does not take twice needs no
     table: its tokens are in order.
     """
+    has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
-        traced = _traced(trial, len(trial.order) + 1) if any(trial.samples.layouts) else None
+        traced = _traced(trial, len(trial.order) + 1) if has_rows else None
     except Exception:  # the model's own, whatever it is
         traced = None
     if traced is None:

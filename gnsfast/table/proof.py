@@ -30,6 +30,7 @@ from gnsfast.following import (
 )
 from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
+from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
 from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
 
@@ -344,6 +345,7 @@ def prove_documents(
     D = len(documents.starts) - 1
     full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
     chosen = full[1::2][:3] or full[:1]
+    chosen = chosen[: shared(len(chosen), min, followed.structure.groups)]
     others = [d for d in range(D) if d not in chosen]
     values, every = [leaf.current for leaf in trial.leaves], range(trial.samples.n)
     weighed: list[Weighed] = []
