@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, first_line
-from gnsfast.following import Followed, Row, unwrapped
+from gnsfast.following import UNKNOWN, Followed, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
@@ -26,6 +26,11 @@ TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
     "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
     f"If they lie along the other, {TAKE} says so"
+)
+
+OF_TWO = (
+    "the results that belong to single samples give it no gradient, and no proof judges a result "
+    "with an entry for each two samples"
 )
 
 FEW = 3
@@ -152,7 +157,9 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
         proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
-    return shown._replace(rows=rows), proof._replace(wrong={**meet, **proof.wrong})
+    unjudged = dict.fromkeys(proof.silent, OF_TWO) if UNKNOWN in places else {}
+    proof = proof._replace(silent=proof.silent - unjudged.keys())
+    return shown._replace(rows=rows), proof._replace(wrong={**unjudged, **meet, **proof.wrong})
 
 
 def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
