@@ -190,8 +190,8 @@ def test_autocast(inside: bool) -> None:
 def test_autocast_keeps_the_low_precision_input() -> None:
     """What waits for backward is what torch's autocast keeps: half the memory of the input."""
     layer, kept = gnsfast.Linear(48, 24), []
-    gnsfast.configure(layer, example=torch.randn(4, 9, 48))
-    with gnsfast.per_sample_sqnorms(layer, 4), torch.autocast("cpu", torch.bfloat16):
+    table = gnsfast.learn(layer, torch.randn(4, 9, 48))
+    with gnsfast.per_sample_sqnorms(layer, 4, table=table), torch.autocast("cpu", torch.bfloat16):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             loss = layer(torch.randn(4, 9, 48)).sum()
         loss.backward()
