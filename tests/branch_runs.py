@@ -64,7 +64,7 @@ class MeasuredRun(ScriptedRun):
     """It knows a noise scale, and an evaluation loss of its own."""
 
     def noise_scale(self) -> NoiseScale:
-        adam = AdamNoiseScale(40.0, 20.0, 80.0, 1.0, 0.025, 5, ())
+        adam = AdamNoiseScale(40.0, 20.0, 80.0, 1.0, 0.025, 5)
         sign = DualNoiseScale(6.0, 4.0, 9.0, 3.0, 1.0, 1.5, "sign", 4, ("w",), {})
         return NoiseScale(10.0, 8.0, 12.5, 1.0, 0.1, False, 5, 0, 40, {}, adam, sign=sign)
 

@@ -46,7 +46,7 @@ def noise(
     for metric, found in others.items():
         ends = found.noise_scale, found.lower, found.upper
         if metric == "adam":
-            more[metric] = AdamNoiseScale(*ends, 1.0, 1.0, updates=8, left_out=())
+            more[metric] = AdamNoiseScale(*ends, 1.0, 1.0, updates=8)
         else:
             more[metric] = DualNoiseScale(*ends, 1.0, 1.0, 1.0, metric, 8, (), {})
     return NoiseScale(

@@ -16,6 +16,7 @@ FLOORS = (
     ("functional",),
     ("layers",),
     ("following",),
+    ("table",),
     ("probing",),
     ("estimator", "configure"),
     ("critical_batch",),

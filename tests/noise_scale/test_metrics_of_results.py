@@ -9,7 +9,7 @@ from gnsfast.noise_scale import METRICS, OTHERS, AdamNoiseScale, DualNoiseScale,
 
 ENDS = (20.0, 10.0, 40.0)
 OTHER = {
-    "adam": AdamNoiseScale(*ENDS, 2.0, 0.1, updates=5, left_out=()),
+    "adam": AdamNoiseScale(*ENDS, 2.0, 0.1, updates=5),
     "sign": DualNoiseScale(*ENDS, 2.0, 0.4, 0.5, "sign", 5, (), {}),
     "spectral": DualNoiseScale(math.inf, 3.0, math.inf, 2.0, -0.4, 0.5, "spectral", 5, (), {}),
 }
