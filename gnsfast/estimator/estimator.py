@@ -374,7 +374,8 @@ class GradientNoiseScale:
             ValueError: for a state of another model or other settings. It names the difference.
         """
         followed = Followed.of(unwrapped(self.model))
-        if followed.table is None and state["table"] is not None:
+        takes_table = followed.table is None and state["table"] is not None
+        if takes_table:
             Table.from_state_dict(json.loads(state["table"])).tell(followed)
         settings = replace(self._settings, clusters=bool(state.get("clusters")))
         try:
@@ -383,7 +384,8 @@ class GradientNoiseScale:
                 observer.settle()
             refuse_other(state, identity(observer, self.window, self.every))
         except ValueError:
-            Followed.forget(unwrapped(self.model))
+            if takes_table:
+                followed.forget_table()
             raise
         self.reset()
         self._observer, self._settings = observer, settings

@@ -145,12 +145,11 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     """What the traces show, and the proof of it."""
     structure, shown = trial.followed.structure, Shown.of(traces, late)
     places, rtol = traces.result_places, shown.rtol
-    proof, rows = prove(trial, shown.rows, places, rtol, training=False)
-    if structure.on_any(bool(proof.reason) and structure.model.training):
-        proof, rows = prove(trial, rows, places, rtol, training=True)  # a model to train alone
+    proof, rows, places = prove(trial, shown.rows, places, rtol, training=False)
+    if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
+        proof, rows, places = prove(trial, rows, places, rtol, training=True)
     if late is not None:
-        places = late.result_places
-        of_late, rows = prove(trial, rows, places, rtol, training=True)
+        of_late, rows, places = prove(trial, rows, late.result_places, rtol, training=True)
         proof = proof.with_late(of_late, shown.late)
     meet = {} if proof.reason else meeting(trial, places)
     # A parameter that none of the few samples has reached takes the row of its siblings.
@@ -342,10 +341,11 @@ def _first_with_samples(a: tuple[bool, Table], b: tuple[bool, Table]) -> tuple[b
 def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     """Run the model, perhaps inside of a block, whose pass then begins as if nothing had run."""
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
-    kept = [(leaf, leaf.found, leaf.twin) for leaf in begun]
+    kept = [(leaf, leaf.found, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
     for leaf in followed.leaves:
         leaf.forget()
+        leaf.twin = leaf.whole.twin = None  # which has the memory of the parameter
     try:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
@@ -356,13 +356,12 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         followed.is_learning, followed.structure.given = False, ()
         for leaf in followed.leaves:
             leaf.forget()
+            leaf.twin = leaf.whole.twin = None  # made while gates were open
         if followed.table is not None:
             followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
-        for leaf, state, twin in kept:
-            leaf.found = state
-            if leaf.is_sharded:  # else it has kept the twin
-                leaf.twin = twin
+        for leaf, state, twin, whole_twin in kept:
+            leaf.found, leaf.twin, leaf.whole.twin = state, twin, whole_twin
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:

@@ -149,10 +149,10 @@ class Measured(NamedTuple):
 
 def prove(
     trial: Trial, rows: Rows, places: Sequence[Place], rtol: float, training: bool
-) -> tuple[Proof, Rows]:
+) -> tuple[Proof, Rows, Sequence[Place]]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
-    that it proves: those that fail as consecutive rows of each sample are tried as interleaved
-    ones. The model is as it is where that is ``training``, else in evaluation mode.
+    and places that it proves: those that fail as consecutive rows of each sample are tried as
+    interleaved ones. The model is as it is where that is ``training``, else in evaluation mode.
     """
     followed, structure = trial.followed, trial.followed.structure
     followed.learn(rows)
@@ -165,13 +165,20 @@ def prove(
         turned = {name: new for name, new in turned.items() if new != rows.get(name, ())}
         if structure.on_any(bool(turned)):
             followed.learn({**rows, **turned})
-            again = judged(_measured(trial, places, measured.weighed), truth, rtol)
+            turned_places = [*map(turned_place, places)]
+            if turned_places == [*places]:
+                again = judged(_measured(trial, places, measured.weighed), truth, rtol)
+            else:
+                measured = _measured(trial, turned_places)
+                again = judged(measured, _truths(trial, measured), rtol)
+                is_better = not again.reason and len(again.wrong) < len(proof.wrong)
+                places = turned_places if is_better else places
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
             rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
             followed.learn(rows)
-    return proof, rows
+    return proof, rows, places
 
 
 def _measured(
@@ -291,16 +298,15 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
 
 def interleaved(row: Row) -> Row:
     """A row of the table whose samples have interleaved rows where they had consecutive ones."""
-
-    def turned(place: Any) -> Any:
-        return (
-            place._replace(interleaved=True)
-            if isinstance(place, Layout) and place.several
-            else place
-        )
-
-    arguments, results = (tuple(map(turned, places)) for places in (row.arguments, row.results))
+    both = row.arguments, row.results
+    arguments, results = (tuple(map(turned_place, places)) for places in both)
     return row._replace(arguments=arguments, results=results)
+
+
+def turned_place(place: Any) -> Any:
+    """A place of interleaved rows where it is one of several consecutive ones."""
+    several = isinstance(place, Layout) and place.several
+    return place._replace(interleaved=True) if several else place
 
 
 def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:

@@ -294,7 +294,7 @@ with gnsfast.per_sample_sqnorms(layer, 2):
     )
     done = run(GNSFAST_BACKEND="cpu")
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor")
+    assert "RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor" in last
     assert "GNSFAST_CPU=1 pip install" in last and "GNSFAST_BACKEND=reference" in last
     done = run()
     assert done.returncode == 0 and done.stdout == "reference\n", done.stderr
