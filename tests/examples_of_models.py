@@ -35,7 +35,7 @@ def assert_right(
     assert_norms(norms, loop_sqnorms(model, loss, x, num_samples, batch_dim=batch_dim))
 
 
-def said(model: nn.Module, parameter: str) -> gnsfast.following.CoverageRow:
+def said(model: nn.Module, parameter: str) -> gnsfast.CoverageRow:
     return next(r for r in gnsfast.coverage(model).rows if r.parameter == parameter)
 
 

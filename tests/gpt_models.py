@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gnsfast
+
 B, T, D, H, V, L = 4, 6, 16, 2, 23, 2
 
 
@@ -23,6 +25,19 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     found: Any = model(*batch)
     loss: Tensor = found[1] if isinstance(found, tuple) else found
     return loss * len(batch[0])
+
+
+def learned(model: nn.Module, batch: tuple[Tensor, Tensor]) -> gnsfast.Table:
+    """The table of a model that may return its loss alone: its head shows the logits."""
+
+    def run(batch: Any) -> Any:
+        caught: list[Tensor] = []
+        handle = model.lm_head.register_forward_hook(lambda m, x, y: caught.append(y))
+        model(*batch)
+        handle.remove()
+        return caught
+
+    return gnsfast.learn(model, batch, run=run)
 
 
 def heads(x: Tensor) -> Tensor:

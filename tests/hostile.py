@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from oracle import assert_norms
 from torch import Tensor, nn
@@ -38,10 +39,20 @@ def in_its_batch(model: nn.Module, losses: Callable[[], Tensor]) -> dict[str, Te
     }
 
 
+Loss = Callable[[Any, Any], Tensor]
+
+
 def right_or_named(
-    model: nn.Module, x: Any, B: int, loss: Callable[[Any, Any], Tensor] | None = None
+    model: nn.Module,
+    x: Any,
+    B: int,
+    loss: Loss | None = None,
+    table: gnsfast.Table | None = None,
+    ordered: bool = True,
 ) -> set[str]:
-    """Measure a batch. Outputs, gradients and norms are torch's; the parameters with norms."""
+    """Measure a batch. Outputs, gradients and norms are torch's, or if the samples are not
+    ``ordered`` the sums of the norms; the parameters with norms.
+    """
 
     def losses() -> Tensor:
         return per_sample(model(x)) if loss is None else loss(model, x)
@@ -56,7 +67,7 @@ def right_or_named(
     torch.manual_seed(5)
     own = plain
     try:
-        with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+        with gnsfast.per_sample_sqnorms(model, B, audit="always", table=table) as norms:
             own = losses()
             own.sum().backward()
     except gnsfast.ObservationError as error:
@@ -68,27 +79,35 @@ def right_or_named(
             if grads[n] is not None and p.grad is not None:
                 torch.testing.assert_close(p.grad, grads[n], rtol=1e-4, atol=1e-5)
         model.zero_grad()
-    assert_norms(norms, real, rtol=1e-3, names=set(norms))
+    found = {n: own if ordered else own.sum(0, keepdim=True) for n, own in norms.items()}
+    real = {n: own if ordered else own.sum(0, keepdim=True) for n, own in real.items()}
+    assert_norms(found, real, rtol=1e-3, names=set(norms))
     return set(norms)
-
-
-def order_of(x: Any) -> list[int]:
-    lengths = x[1].tolist()
-    return sorted(range(len(lengths)), key=lambda k: -lengths[k])
 
 
 def over_batches(
     model: nn.Module,
     batches: list[Any],
     B: int,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    loss: Loss | None = None,
+    table: gnsfast.Table | None = None,
 ) -> list[set[str]]:
     """The parameters with norms in each batch of B samples, or if that is 0 of as many as it has,
     all of which are right. It ends at an error.
     """
     found = []
     for x in batches:
-        found.append(right_or_named(model, x, B or len(x), loss))
+        found.append(right_or_named(model, x, B or len(x), loss, table))
         if not found[-1]:
             break
     return found
+
+
+def assert_refused(model: nn.Module, x: Any, B: int, why: str, loss: Loss | None = None) -> None:
+    """Measuring a batch without a table ends with an error that says ``why``."""
+    with (
+        pytest.raises((gnsfast.ObservationError, gnsfast.SampleShapeError), match=why),
+        gnsfast.per_sample_sqnorms(model, B),
+    ):
+        (per_sample(model(x)) if loss is None else loss(model, x)).sum().backward()
+    model.zero_grad()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GradientNoiseScale`` measures the noise scale of a training run in its own backward passes."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -264,6 +265,7 @@ class GradientNoiseScale:
         if not due:
             return
         if not self._start().agree():
+            self._observer = None
             return
         observer = self._settle()
         observer.is_settled = True
@@ -342,8 +344,8 @@ class GradientNoiseScale:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU. Call it between updates. They are the same on every
-        process, as ``torch.distributed.checkpoint`` expects. On several processes with
+        """All measurements, on the CPU, and the table as JSON. Call it between updates. Measurements
+        are the same on every process, as ``torch.distributed.checkpoint`` expects. With
         ``keep_largest`` it is a collective: all processes must call it. An id of a sample that is
         neither a number nor text, nor a list or tuple of these, is saved as its text.
         """
@@ -358,7 +360,7 @@ class GradientNoiseScale:
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
-            "table": table and table.state_dict(),
+            "table": table and json.dumps(table.state_dict()),
             "ring": observer.ledger.ring[:, : observer.saved].clone(),
             "flags": observer.ledger.flags.clone(),
             "unseen": dict(observer.unseen),
@@ -373,7 +375,7 @@ class GradientNoiseScale:
         """
         followed = Followed.of(unwrapped(self.model))
         if followed.table is None and state["table"] is not None:
-            Table.from_state_dict(state["table"]).tell(followed)
+            Table.from_state_dict(json.loads(state["table"])).tell(followed)
         settings = replace(self._settings, clusters=bool(state.get("clusters")))
         try:
             with torch.inference_mode(False):  # see ``_start``

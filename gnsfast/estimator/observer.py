@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from gnsfast.probing import (
     ProbeSlab,
     checks,
 )
+from gnsfast.table import Table
 from gnsfast.tensors import is_dtensor
 
 SIDES: tuple[type[Side], ...] = (
@@ -144,9 +146,9 @@ class Observer:
         self._bind()
 
     def agree(self) -> bool:
-        """Leave out what any process leaves out, before the first update ends: all processes must
-        call this. If they have measured different parameters in it, they forget it, and this is
-        false.
+        """Whether all processes measure the same parameters, which they must ask together before
+        the first update ends. If not, they forget it and join their tables, so that all measure
+        what one of them has proven and none disproved: another observer is to begin with these.
         """
         if self._has_agreed or not self._passes:
             return True
@@ -155,7 +157,9 @@ class Observer:
         shapes = {leaf.name: tuple(leaf.parameter.shape) for leaf in leaves}
         lost = [] if s.by_gradients else [leaf for leaf in leaves if leaf.left_out]
         here = {leaf.name: leaf.left_out for leaf in lost}
-        found = gathered((shapes, here, s.clusters), s.group)
+        refused = {leaf.name: leaf.refused for leaf in leaves if leaf.refused}
+        table = self.slab.followed.table
+        found = gathered((shapes, here, refused, table, s.clusters), s.group)
         if any(other != shapes for other, *_ in found):
             raise ObservationError(
                 "The processes train different parameters, as the stages of a pipeline do. With "
@@ -167,19 +171,20 @@ class Observer:
                 "Some processes gave gns.microbatch(clusters=...) and others did not: give it on "
                 "each of them."
             )
-        own = {name: why for _, other, _ in found for name, why in other.items()}
-        if all(other.keys() == own.keys() for _, other, _ in found):
+        everywhere = {name: why for _, other, *_ in found for name, why in other.items()}
+        if all(other.keys() == everywhere.keys() for _, other, *_ in found):
             return True
         if self.is_settled:
             raise ObservationError(
-                f"Other processes cannot measure {', '.join(own.keys() - here.keys())} of which "
-                "there are updates. Call gns.reset()."
+                f"Other processes cannot measure {', '.join(everywhere.keys() - here.keys())} of "
+                "which there are updates. Call gns.reset()."
             )
+        refused = {name: why for *_, other, _, _ in found for name, why in other.items()}
         for leaf in leaves:
-            leaf.left_out = leaf.left_out or own.get(leaf.name, "")
-        self._drop()
-        self._leave_out([*own.keys() - here.keys()])
-        self.prints.forget()
+            leaf.refused = leaf.left_out = refused.get(leaf.name, "")
+        if tables := [other for *_, other, _ in found if other is not None]:
+            reduce(Table.__or__, tables).tell(self.slab.followed)
+        self.discard()
         return False
 
     @property

@@ -359,8 +359,9 @@ def _expression(
     first, name = call.expressions[0], call.name
     make = _not_remade if compiling() else _remade(call, k, is_written, as_now)
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
-    shifted = first.is_shifted or name in SHIFTS
-    if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
+    shifts = name in SHIFTS and not call.is_scaled
+    shifted = first.is_shifted or shifts
+    if keeps and (name in KEEPS or (shifts and t.shape == call.leaves[call.own[0]].shape)):
         return Expression(leaves, SAME, make, span=first.span, is_shifted=shifted)
     if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.index)):
         span = None if compiling() or first.is_shifted else Span.of(t)

@@ -21,8 +21,10 @@ KEEPS = frozenset(
 )
 """Functions whose result holds each element of their argument once."""
 
-SHIFTS = frozenset("__neg__ neg __add__ __radd__ __sub__ __rsub__".split())
-"""Functions whose result has the parameter's gradient, or its negative, if shapes stay."""
+SHIFTS = frozenset("__neg__ neg __add__ __radd__ __sub__ __rsub__ add sub rsub".split())
+"""Functions whose result has the parameter's gradient, or its negative, if shapes stay and none of
+them is scaled by ``alpha``. (Torch calls ``1 + w`` an ``add``.)
+"""
 
 PIECES = frozenset(
     "narrow select chunk split unbind tensor_split split_with_sizes __iter__ __getitem__".split()
@@ -212,6 +214,12 @@ class Call:
     def run_with(self, values: dict[int, Any]) -> Any:
         """The result of the function with other values at some places."""
         return self.function([values.get(i, t) for i, t in enumerate(self.leaves)])
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether ``add`` or ``sub`` multiplies what it adds."""
+        args, kwargs = self._given
+        return "alpha" in kwargs or (self.name == "rsub" and len(args) > 2)
 
     @property
     def index(self) -> Any:

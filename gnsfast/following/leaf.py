@@ -116,8 +116,9 @@ class Leaf:
     documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
     ``recent`` are uses of earlier passes, by the number of the function (``uses.begin``). ``made``
     are the tensors that are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in
-    compiled code, which does not count. ``left_out`` says why it has no norms. ``is_opaque``: no
-    function that takes it can be seen. ``is_ordered``: the samples lie in other ways in some of its
+    compiled code, which does not count. ``left_out`` says why it has no norms, and ``refused`` why
+    it has none in any table. ``is_opaque``: no function that takes it can be seen. ``is_half``:
+    data in half precision has met it. ``is_ordered``: the samples lie in other ways in some of its
     calls than in others of the same name.
     """
 
@@ -136,13 +137,17 @@ class Leaf:
         self.tokens = self.rows = 0
         self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
-        self.left_out, self.is_opaque = "", False
-        self.is_sharded = hasattr(p, "placements")
+        self.refused, self.is_opaque = "", False
+        self.is_sharded, self.is_half = hasattr(p, "placements"), False
         self.is_shared = False  # by several modules
         self.known_uses, self.is_known_joined = 1, False
-        self.routes: tuple[str, ...] = ()
-        self.learn([])
+        self.forget()
         self.open()
+
+    def forget(self) -> None:
+        """Know nothing of a table."""
+        self.learn([])
+        self.left_out = self.refused
 
     def learn(self, batches: Sequence[Sequence[Row]], routes: tuple[str, ...] = ()) -> None:
         """Take over what the table says of it."""

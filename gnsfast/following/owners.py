@@ -72,6 +72,8 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
         if not keeps or _is_made(node) or node.name() in MOVES:
             continue
         name, behind = node.name(), node.next_functions
+        if name == "StackBackward0" and node._saved_dim == 0:  # each argument is one of the rows
+            continue
         if name == "SplitWithSizesBackward0" and node._saved_dim == 0:  # rows of one expert of all
             start = (start or 0) + sum(node._saved_split_sizes[:number])
         if name == "SliceBackward0" and node._saved_dim == 0 and node._saved_step == 1:
@@ -169,7 +171,7 @@ VIEWS = frozenset(
 )
 """Nodes whose result holds elements of one argument."""
 
-CHOICES = VIEWS | {"IndexBackward0", "IndexSelectBackward0", "EmbeddingBackward0"}
+CHOICES = VIEWS | ALONG | {"IndexBackward0", "EmbeddingBackward0"}
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions without a kernel: one of them is run again in backward, for each sample alone."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from gnsfast.following.functions import RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.packed import alone
-from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
-from gnsfast.functional import Plan, backward_pass
-from gnsfast.tensors import accumulate_dtype, tensors_of
+from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
+from gnsfast.functional import backward_pass
+from gnsfast.tensors import tensors_of
 
 
 class Replay:
@@ -57,26 +58,35 @@ class Replay:
         return torch.autograd.grad(ys, ends, own_dys, allow_unused=True)
 
     def rows(self, dys: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """The probe rows of each expression. Those of joined uses are zeros, and left as parts."""
-        held = [
-            t.new_zeros(self.samples, 1, t.numel(), dtype=accumulate_dtype(t.dtype))
-            for t in (self.leaves[i] for i in self.own)
-        ]
-        for b in range(self.samples):
-            for g_B1P, g in zip(held, self.gradients(b, dys)):
-                if g is not None:
-                    g_B1P[b, 0] = (g.to_dense() if g.is_sparse else g).flatten()
-        return [self._row(number, g_B1P) for number, g_B1P in enumerate(held)]
+        """The probe rows of each expression. Those of joined uses are zeros, and left as parts. The
+        gradients of one sample at a time are in memory.
+        """
+        latest: dict[int, tuple[Tensor | None, ...]] = {}
 
-    def _row(self, number: int, g_B1P: Tensor) -> Tensor:
-        expression, like = self.expressions[number], self.leaves[self.own[number]]
-        if expression.is_parted:
-            if is_wanted([expression]):
-                own = Dense(lambda b: g_B1P[b].reshape(like.shape))
-                leave(expression, own, (self, number))
-            return torch.zeros_like(expression.leaves[0].probe)
-        plan = Plan(groups=expression.leaves[0].facts.groups)
-        return reduced(g_B1P, plan, g_B1P.dtype)[1]
+        def gradient(number: int, b: int) -> Tensor:
+            if b not in latest:
+                latest.clear()
+                latest[b] = self.gradients(b, dys)
+            g, like = latest[b][number], self.leaves[self.own[number]]
+            if g is None:
+                return torch.zeros_like(like)
+            return g.to_dense() if g.is_sparse else g
+
+        rows = [torch.zeros_like(e.leaves[0].probe) for e in self.expressions]
+        alone = []
+        for number, expression in enumerate(self.expressions):
+            if not expression.is_parted:
+                alone.append(number)
+            elif is_wanted([expression]):
+                leave(expression, Dense(partial(gradient, number)), (self, number))
+        if alone:
+            groups = self.expressions[0].leaves[0].facts.groups  # those of all leaves
+            order = [*range(self.samples)] if groups is None else groups.order_B.tolist()
+            each = (tuple(gradient(number, b) for number in alone) for b in order)
+            likes = [self.leaves[self.own[number]] for number in alone]
+            for number, row in zip(alone, streamed(each, likes, order, groups)):
+                rows[number] = row
+        return rows
 
 
 def _has_states_of_each(arguments: list[Any]) -> bool:

@@ -208,21 +208,22 @@ def _pulled_back(
                 ends, twins, of_parts, retain_graph=True, materialize_grads=True
             )
 
-    return dict(zip(leaves, streamed(gradients(), leaves, order, groups)))
+    likes = [leaf.current for leaf in leaves]
+    return dict(zip(leaves, streamed(gradients(), likes, order, groups)))
 
 
 def streamed(
     gradients: Iterator[tuple[Tensor, ...]],
-    leaves: list[Leaf],
+    likes: list[Tensor],
     order: list[int],
     groups: Groups | None,
 ) -> list[Tensor]:
-    """The rows of leaves whose gradients come sample by sample, in this ``order``: those of a group
-    of samples one after the other. None of them is kept.
+    """The rows of tensors such as ``likes``, whose gradients come sample by sample in this
+    ``order``: those of a group of samples one after the other. None of them is kept.
     """
-    totals = [torch.zeros_like(leaf.current, dtype=_acc(leaf)).flatten() for leaf in leaves]
-    own: list[list[Tensor]] = [[] for _ in leaves]
-    of_groups: list[list[Tensor]] = [[] for _ in leaves]
+    totals = [t.new_zeros(t.numel(), dtype=accumulate_dtype(t.dtype)) for t in likes]
+    own: list[list[Tensor]] = [[] for _ in likes]
+    of_groups: list[list[Tensor]] = [[] for _ in likes]
     samples = zip(order, gradients)
     for size in [len(order)] if groups is None else groups.sizes_G.tolist():
         sums = totals if groups is None else [*map(torch.zeros_like, totals)]
@@ -230,19 +231,15 @@ def streamed(
             for total, each, g in zip(sums, own, found):
                 g = g.to(total.dtype)
                 total += g.flatten()
-                each.append(reduced(g.reshape(1, 1, -1), PLAIN, total.dtype)[1][:, :1])
+                each.append(reduced(g.reshape(1, 1, -1), Plan(), total.dtype)[1][:, :1])
         if groups is not None:
             for total, part, columns in zip(totals, sums, of_groups):
                 total += part
-                columns.append(reduced(part[None, None], PLAIN, total.dtype)[1][:, :1])
+                columns.append(reduced(part[None, None], Plan(), total.dtype)[1][:, :1])
     rows = []
     for total, each, columns in zip(totals, own, of_groups):
-        of_sum = reduced(total[None, None], PLAIN, total.dtype)[1]
+        of_sum = reduced(total[None, None], Plan(), total.dtype)[1]
         row = torch.cat([*each, of_sum[:, 1:], *columns], 1)
         row[:, order] = row[:, : len(order)].clone()
         rows.append(row)
     return rows
-
-
-def _acc(leaf: Leaf) -> torch.dtype:
-    return accumulate_dtype(leaf.current.dtype)

@@ -41,7 +41,7 @@ class Structure:
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
                 leaf.lengths = self.lengths
                 leaf.is_opaque = bool(why := why_opaque(p))
-                leaf.left_out = EXCLUDED if name in names else why
+                leaf.refused = leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())
         for leaf, after in zip(self.leaves, self.leaves[1:]):
             if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:

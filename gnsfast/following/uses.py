@@ -340,13 +340,9 @@ def _begun(
         if not compiling():
             leaf.uncount()  # the next kind of function looks for the same row
         return None
-    lengths, rows = frozenset[tuple[int, int]](), 0
-    if isinstance(layout, Layout) and leaf.starts is None and not compiling():
-        if layout.several:
-            rows = x.shape[layout.dim] // max(leaf.samples, 1)
-        else:
-            lengths = lengths_of((*x.shape[: layout.dim], *x.shape[layout.dim + 1 :]), then)
-            leaf.lengths.pairs |= lengths
+    lengths, rows = (NO_LENGTHS, 0) if compiling() else _lengths(leaf, layout, x, then)
+    if not compiling():
+        leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
     in_order = isinstance(layout, Chosen) and (
         leaf.starts is not None or not _is_padded(expressions)
     )
@@ -358,6 +354,24 @@ def _begun(
     if isinstance(layout, Chosen) and in_order:
         plan = plan._replace(starts=layout.starts(leaf.samples))
     return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows)
+
+
+NO_LENGTHS: frozenset[tuple[int, int]] = frozenset()
+
+
+def _lengths(
+    leaf: Leaf, layout: Layout | Chosen, x: Tensor, then: tuple[int, ...]
+) -> tuple[frozenset[tuple[int, int]], int]:
+    """What a use shows of the lengths of the samples, and how many rows each has where it has
+    several.
+    """
+    if isinstance(layout, Chosen) or leaf.starts is not None:
+        return NO_LENGTHS, 0
+    if layout.several:
+        return NO_LENGTHS, x.shape[layout.dim] // max(leaf.samples, 1)
+    lengths = lengths_of((*x.shape[: layout.dim], *x.shape[layout.dim + 1 :]), then)
+    leaf.lengths.pairs |= lengths
+    return lengths, 0
 
 
 def _is_padded(expressions: list[Expression]) -> bool:

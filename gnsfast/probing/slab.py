@@ -54,7 +54,8 @@ class ProbeSlab:
     @property
     def is_half(self) -> bool:
         """Whether the model computes in half precision."""
-        return self.followed.table is not None and self.followed.table.is_half
+        table = self.followed.table
+        return (table is not None and table.is_half) or any(leaf.is_half for leaf in self.leaves)
 
     @property
     def left_out(self) -> list[str]:
@@ -111,7 +112,7 @@ class ProbeSlab:
         """float32 [rows, B + 2 + G] on each device: a row of each parameter that was reached."""
         parts: dict[torch.device, list[Tensor]] = {}
         for leaf, rows in self.rows.items():
-            if not leaf.left_out:
+            if leaf.name in self.parameters:
                 parts.setdefault(rows.device, []).append(rows)
         return [torch.cat(rows) for rows in parts.values()]
 

@@ -13,7 +13,7 @@ from gnsfast import reference
 from gnsfast.following import Followed
 from gnsfast.kept import kept, kept_chance
 from gnsfast.probing.sample_norms import per_sample_sqnorms
-from gnsfast.table import coverage
+from gnsfast.table import Table, coverage
 from gnsfast.tensors import map_tensors, tensors_of
 
 
@@ -69,6 +69,7 @@ def verify(
     weights: Tensor | None = None,
     batch_dim: int = 0,
     rtol: float | None = None,
+    table: Table | None = None,
 ) -> Verification:
     """Compare the norms of one backward pass with a loop over single samples, for every parameter.
 
@@ -86,6 +87,7 @@ def verify(
             batch's tokens.
         rtol: the largest relative error that counts as right. The default is 1e-3, or 5e-2 with
             half-precision parameters.
+        table: as in ``per_sample_sqnorms``.
 
     Raises:
         ValueError: for a batch without tensors or samples, and for an unknown reduction.
@@ -112,7 +114,7 @@ def verify(
         weights = torch.full((B,), 1.0 / B if loss_reduction == "mean" else 1.0)
     with _left_as_found(model), torch.enable_grad():
         model.eval()
-        with per_sample_sqnorms(model, B) as norms:
+        with per_sample_sqnorms(model, B, table=table) as norms:
             loss_fn(model, batch).backward()
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         summed = {n: p.grad for n, p in trainable.items()}

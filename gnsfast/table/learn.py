@@ -16,7 +16,7 @@ from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
-from gnsfast.table.proof import Proof, Trial, meeting, prove, prove_documents
+from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, prove_documents
 from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
@@ -121,10 +121,11 @@ def table_of(
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
     structure, B = followed.structure, max(samples.n, 1)
-    few = FEW if B >= FEW else FEW - 1
+    # Processes that shard the parameters must run as many passes.
+    few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
-    with _for_our_own_ends(followed):
+    with _for_our_own_ends(followed), gates_open(followed.leaves):
         if documents is None:
             shown, proof = _proven(*_traced_with_some(trial))
         else:
@@ -147,8 +148,10 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
         of_late, rows = prove(trial, rows, places, rtol, training=True)
         proof = proof.with_late(of_late, shown.late)
     meet = {} if proof.reason else meeting(trial, places)
+    # A parameter that none of the few samples has reached takes the row of its siblings.
+    meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
-        proof = proof._replace(reason=UNCLEAR, wrong={})
+        proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
     return shown._replace(rows=rows), proof._replace(wrong={**meet, **proof.wrong})
 
 
@@ -156,8 +159,9 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     """The same for packed documents. A single row that the model does not take twice needs no
     table: its tokens are in order.
     """
+    has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
-        traced = _traced(trial, len(trial.order) + 1) if any(trial.samples.layouts) else None
+        traced = _traced(trial, len(trial.order) + 1) if has_rows else None
     except Exception:  # the model's own, whatever it is
         traced = None
     if traced is None:
@@ -179,6 +183,11 @@ class Shown(NamedTuple):
     calls: Mapping[str, Sequence[frozenset[str]]]
     late: frozenset[str]
     rtol: float
+
+    def rows_of_calls(self, name: str) -> list[Row]:
+        """The rows of the calls that take a parameter, which may be those of another one."""
+        takers = dict.fromkeys(n for call in self.calls.get(name, ()) for n in sorted(call))
+        return [row for n in takers for row in self.rows.get(n, ())]
 
     @classmethod
     def of(cls, traces: Traces, late: Traces | None) -> "Shown":
@@ -253,8 +262,8 @@ def _assembled(
     unreached = {leaf.name for leaf in followed.leaves if routes and leaf.name not in routes}
     for leaf in followed.leaves:
         name = leaf.name
-        if leaf.left_out or name in proof.wrong:
-            left_out[name] = leaf.left_out or proof.wrong[name]
+        if leaf.refused or name in proof.wrong:
+            left_out[name] = leaf.refused or proof.wrong[name]
         elif proof.reason:
             doubtful[name] = f"not proven: {proof.reason}"
         elif routes and name not in routes:
@@ -272,11 +281,12 @@ def _assembled(
         calls, alike = shown.calls.get(name, ()), siblings.get(kinds[name], [])
         if calls and all(any(other in proofs for other in call) for call in calls):
             proofs[name] = "the norms of another parameter of its calls"
-        elif alike and _agree([rows.get(other, ()) for other in alike]):
-            if name not in routes:
-                rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
-            if _agree([rows.get(name, ()), rows.get(alike[0], ())]):
+        elif alike:
+            known = [*alike, name] if name in routes else alike
+            if _agree([shown.rows_of_calls(other) for other in known]):
                 proofs[name] = f"its sibling {alike[0]}"
+                if name not in routes:
+                    rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
     for name, why in doubtful.items():
         if name not in proofs and unproven == "measure":
             proofs[name] = why
@@ -327,6 +337,8 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
     kept = [(leaf, leaf.found, leaf.twin) for leaf in begun]
     followed.is_learning = True
+    for leaf in followed.leaves:
+        leaf.forget()
     try:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
@@ -335,6 +347,10 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
             yield
     finally:
         followed.is_learning, followed.structure.given = False, ()
+        for leaf in followed.leaves:
+            leaf.forget()
+        if followed.table is not None:
+            followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
         for leaf, state, twin in kept:
             leaf.found = state

@@ -30,6 +30,7 @@ from gnsfast.following import (
 )
 from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
+from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
 from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
 
@@ -155,7 +156,7 @@ def prove(
     """
     followed, structure = trial.followed, trial.followed.structure
     followed.learn(rows)
-    with kept_modes(structure.model), _gates_open(trial.leaves):
+    with kept_modes(structure.model):
         structure.model.train(training)
         measured = _measured(trial, places)
         truth = _truths(trial, measured)
@@ -344,6 +345,7 @@ def prove_documents(
     D = len(documents.starts) - 1
     full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
     chosen = full[1::2][:3] or full[:1]
+    chosen = chosen[: shared(len(chosen), min, followed.structure.groups)]
     others = [d for d in range(D) if d not in chosen]
     values, every = [leaf.current for leaf in trial.leaves], range(trial.samples.n)
     weighed: list[Weighed] = []
@@ -362,29 +364,28 @@ def prove_documents(
         return Measured(weighed, norms, trial.failed, False), attending
 
     followed.learn(*learned)
-    with _gates_open(trial.leaves):
-        first, attending = measured()
-        truth: list[dict[Leaf, float]] = []
-        for d in () if isinstance(first.norms, str) else chosen:
-            with followed.structure.bare(), trial.results(every) as (results, images):
-                parts = [_document(trial, results, documents, w, d) for w in weighed]
-                grads = gradients(parts, [*values, *images], keep=True)
-            sqnorms = [0.0 if g is None else _sqnorm(g) for g in grads]
-            truth.append(dict(zip(trial.leaves, sqnorms)))
-        known = first.norms if isinstance(first.norms, str) else truth
-        proof = judged(first, known, rtol)
-        names = {*proof.wrong, *attending} if rows is not None else set[str]()
-        turned = {name: tuple(map(interleaved, (rows or {}).get(name, ()))) for name in names}
-        turned = {name: new for name, new in turned.items() if new != (rows or {}).get(name)}
-        if rows is not None and followed.structure.on_any(bool(turned)):
-            followed.learn({**rows, **turned})
-            again, attending = measured()
-            second = judged(again, known, rtol)
-            right = names - second.wrong.keys() - attending.keys()
-            rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
-            wrong = {name: why for name, why in proof.wrong.items() if name not in right}
-            proof = proof._replace(wrong=wrong)
-            followed.learn(rows)
+    first, attending = measured()
+    truth: list[dict[Leaf, float]] = []
+    for d in () if isinstance(first.norms, str) else chosen:
+        with followed.structure.bare(), trial.results(every) as (results, images):
+            parts = [_document(trial, results, documents, w, d) for w in weighed]
+            grads = gradients(parts, [*values, *images], keep=True)
+        sqnorms = [0.0 if g is None else _sqnorm(g) for g in grads]
+        truth.append(dict(zip(trial.leaves, sqnorms)))
+    known = first.norms if isinstance(first.norms, str) else truth
+    proof = judged(first, known, rtol)
+    names = {*proof.wrong, *attending} if rows is not None else set[str]()
+    turned = {name: tuple(map(interleaved, (rows or {}).get(name, ()))) for name in names}
+    turned = {name: new for name, new in turned.items() if new != (rows or {}).get(name)}
+    if rows is not None and followed.structure.on_any(bool(turned)):
+        followed.learn({**rows, **turned})
+        again, attending = measured()
+        second = judged(again, known, rtol)
+        right = names - second.wrong.keys() - attending.keys()
+        rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
+        wrong = {name: why for name, why in proof.wrong.items() if name not in right}
+        proof = proof._replace(wrong=wrong)
+        followed.learn(rows)
     lost = {leaf.name for leaf in trial.leaves if leaf.left_out} | first.lost.keys()
     for name in attending.keys() - lost:
         raise ObservationError(
@@ -439,7 +440,7 @@ def _document(
 
 
 @contextmanager
-def _gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
+def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
     """Let parameters that are all zeros, as those of a new adapter or of a gate that opens late,
     have small random values meanwhile, so that what is behind them gets a gradient.
     """

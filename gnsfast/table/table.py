@@ -88,14 +88,12 @@ class Table:
             )
         followed.learn(*self.batches, routes=self.routes)
         for leaf in followed.leaves:
-            leaf.left_out = leaf.left_out or self.left_out.get(leaf.name, "")
+            leaf.left_out = leaf.refused or self.left_out.get(leaf.name, "")
         followed.table = self
 
     @property
     def covered_fraction(self) -> float:
-        """The share of the elements that are measured, of parameters that the batch gives a
-        gradient.
-        """
+        """The share of the elements that are measured, of parameters that some call takes."""
         return self._share(self.elements)
 
     @property
@@ -104,7 +102,7 @@ class Table:
         return self._share(self.sqnorms)
 
     def _share(self, sizes: Mapping[str, float]) -> float:
-        total = sum(n for name, n in sizes.items() if name not in self.unreached)
+        total = sum(n for name, n in sizes.items() if name in self.routes or not self.routes)
         return sum(n for name, n in sizes.items() if name in self.proofs) / total if total else 1.0
 
     def save(self, path: str | Path) -> None:

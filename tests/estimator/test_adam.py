@@ -218,7 +218,9 @@ def test_a_parameter_that_comes_later() -> None:
     """
     model = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
     optimizer = adam(model)
-    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    x, _ = draw(1)[0]
+    table = gnsfast.learn(model, x, run=lambda x: model["a"](x) + model["b"](x))
+    gns = gnsfast.GradientNoiseScale(model, table, metric="adam", optimizer=optimizer)
     counts = []
     for used in ("a", "a", "ab", "ab"):
         for x, y in draw(2):

@@ -217,6 +217,7 @@ class TestErrors:
     @pytest.mark.parametrize("later", [False, True])
     def test_weight_that_only_a_kernel_takes(self, later: bool) -> None:
         """The counter is compared in every micro-batch, not in the first alone."""
+        self.gns = gnsfast.GradientNoiseScale(self.model, gnsfast.learn(self.model, self.x))
         if later:
             self.accumulate()
         with self.gns.microbatch(N):

@@ -94,18 +94,20 @@ def test_audit_goes_on_after_an_overflow() -> None:
 
 
 def test_audit_of_a_layer_that_joins_later() -> None:
-    def joining(m: Any, x: Tensor, both: bool) -> Tensor:
+    def joining(m: Any, x: Tensor, layers: str) -> Tensor:
         h = m.a(x)
-        return unseen.linear(m.b(h), m.b.weight) if both else h
+        y = m.b(h) if "b" in layers else h
+        return unseen.linear(y, m.b.weight) if "kernel" in layers else y
 
-    model = Made(joining, a=nn.Linear(I, I), b=nn.Linear(I, I))
-    gns = gnsfast.GradientNoiseScale(model)
+    model, x = Made(joining, a=nn.Linear(I, I), b=nn.Linear(I, I)), torch.randn(N, I)
+    gns = gnsfast.GradientNoiseScale(model, gnsfast.learn(model, (x, "a, b")))
     with one_update(gns, N):
-        model(torch.randn(N, I), False).square().mean().backward()
+        model(x, "a").square().mean().backward()
     gns.compute()
-    with pytest.raises(ObservationError, match=r"b\.weight: its norm for a sample"):
-        with gns.microbatch(N):
-            model(torch.randn(N, I), True).square().mean().backward()
+    with one_update(gns, N):
+        model(x, "a, b, kernel").square().mean().backward()
+    with pytest.raises(ObservationError, match=r"b\.weight: .*the part that was measured"):
+        gns.compute()
 
 
 def test_audit_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +249,9 @@ def test_replaced_parameters() -> None:
 
 def test_unused_module_is_no_error() -> None:
     gate = lambda m, x, second: m.b(x) if second else m.a(x)
-    model = Made(gate, a=nn.Linear(I, 3), b=nn.Linear(I, 3))
-    gns = gnsfast.GradientNoiseScale(model)
+    model, x = Made(gate, a=nn.Linear(I, 3), b=nn.Linear(I, 3)), torch.randn(N, I)
+    table = gnsfast.learn(model, (x, False)) | gnsfast.learn(model, (x, True))
+    gns = gnsfast.GradientNoiseScale(model, table)
     for k in range(6):
         for second in (False, k % 2 == 0):
             with gns.microbatch(N):

@@ -74,16 +74,14 @@ def test_sequence_first(length: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["tensor", "tuple", "dict"])
-def test_kinds_of_example(how: str) -> None:
+def test_kinds_of_batch(how: str) -> None:
     model, x = Flattened(), ids()
-    example = {
-        "tensor": x,
-        "tuple": (x,),
-        "dict": {"ids_BT": x},
-    }[how]
-    gnsfast.configure(model, example=example)
-    assert gnsfast.coverage(model).proof == ""
-    assert_right(model, x)
+    batch = {"tensor": x, "tuple": (x,), "dict": {"ids_BT": x}}[how]
+    table = gnsfast.learn(model, batch)
+    assert not table.left_out
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
+        squares(model, x).backward()
+    assert_norms(norms, loop_sqnorms(model, squares, x, B))
 
 
 class Heads(nn.Module):
@@ -143,11 +141,10 @@ def test_a_models_own_error_is_shown_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_an_example_that_the_model_does_not_take(parts: bool) -> None:
-    """A tuple is a list of arguments. Their own error is raised."""
+def test_a_batch_that_the_model_does_not_take(parts: bool) -> None:
+    """A tuple is a list of arguments. The error of the model tells."""
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     run = (lambda batch: model(batch[0]) * batch[1]) if parts else None
-    with pytest.raises(TypeError, match="2 were given|3 were given"):
-        gnsfast.configure(model, example=(x, x), run=run)
-    gnsfast.configure(model, example=((x, x),) if parts else (x,), run=run)
-    assert not gnsfast.coverage(model).proof
+    with pytest.raises((gnsfast.ObservationError, TypeError), match="were given|KeyError"):
+        gnsfast.learn(model, (x, x) if not parts else {"x": x}, run=run)
+    assert gnsfast.learn(model, (x, x) if parts else (x,), run=run).proofs

@@ -28,11 +28,21 @@ def patched_forward(self: Causal, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_a_loss_that_takes_the_heads_weight_is_measured() -> None:
+    """What ``run`` returns of each sample proves a model that returns its loss alone."""
     _, labels = draw(B, T)
+    x = labels.abs(), labels
     for forward in (Causal.forward, patched_forward):
         model = Causal()
         model.forward = types.MethodType(forward, model)
-        with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
-            model(labels.abs(), labels).backward()
+
+        def run(x: tuple[Tensor, Tensor]) -> Tensor:
+            h = model.model(x[0])  # noqa: B023
+            if forward is patched_forward:  # noqa: B023
+                return F.linear(h, model.lm_head.weight)  # noqa: B023
+            return model.lm_head.cross_entropy(h, x[1], reduction="none")  # noqa: B023
+
+        table = gnsfast.learn(model, x, run=run)
+        with gnsfast.per_sample_sqnorms(model, B, audit="always", table=table) as norms:
+            model(*x).backward()
         assert set(norms) == {"model.weight", "lm_head.weight"}
         assert all((norms[name] > 0).all() for name in norms)

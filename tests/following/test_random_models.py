@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random models: every norm that is given is right, and every refusal has a reason.
+"""Random models: every norm that is given is right, and every refusal has a reason. Those in which
+no samples meet or change places are covered.
 ``python tests/random_models.py 2000`` tries more.
 """
 
@@ -12,6 +13,8 @@ SEEDS = [range(50), pytest.param(range(50, 150), marks=pytest.mark.slow)]
 @pytest.mark.second
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_models_are_right_or_refused(seeds: range) -> None:
-    found = [random_models.outcome(seed) for seed in seeds]
-    covered = [fraction for what, fraction in found if what.startswith("right")]
-    assert len(covered) > 0.7 * len(seeds) and sum(covered) / len(covered) > 0.9
+    found = {seed: random_models.outcome(seed) for seed in seeds}
+    lost = {*random_models.MEETING, "sorted"}
+    whole = [seed for seed in seeds if not lost & {*random_models.RandomModel(seed).names}]
+    covered = [found[seed][1] for seed in whole]
+    assert len(whole) > 0.5 * len(seeds) and sum(covered) / len(whole) > 0.95, found

@@ -349,7 +349,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, An
     # where the samples lie
     "alternating rows": (alternating, mlp),
     "consecutive rows": (consecutive, mlp),
-    "sorted by data": (sorted_by_data, mlp),
+    "sorted by data": (sorted_by_data, lambda: {"inner": nn.Linear(D, D)}),
     "experts": (
         experts,
         lambda: {
@@ -367,7 +367,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, An
     "a loop over samples": (rows_of_one_sample, lambda: {"inner": nn.Linear(D, D)}),
     "several calls": (
         lambda m, x: m.inner(torch.tanh(m.inner(x))) + F.linear(x, m.inner.weight.t()),
-        mlp,
+        lambda: {"inner": nn.Linear(D, D)},
     ),
 }
 

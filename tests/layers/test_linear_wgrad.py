@@ -50,7 +50,7 @@ def test_routes_agree() -> None:
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
     want = g_BOI.square().sum((1, 2))
     torch.testing.assert_close(outer.gram_sqnorms(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
-    dw, [fused] = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
+    dw, fused = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
     torch.testing.assert_close(fused[:-1].double().square(), want, rtol=1e-5, atol=0)
     torch.testing.assert_close(fused[-1].double(), g_BOI.sum(0).norm(), rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
@@ -72,11 +72,11 @@ def test_tiles(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x_BTI, dy_BTO = torch.randn(5, 7, 50).to(dtype), torch.randn(5, 7, 34).to(dtype)
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
-    dw, [norm_B1] = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
+    dw, norm_B1 = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
     want_B1 = torch.cat([g_BOI, g_BOI.sum(0, keepdim=True)]).flatten(1).norm(dim=1)
     torch.testing.assert_close(norm_B1.double(), want_B1, rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
-    none, [zero] = outer.fused_wgrad(x_BTI[:0], dy_BTO[:0], torch.float32)
+    none, zero = outer.fused_wgrad(x_BTI[:0], dy_BTO[:0], torch.float32)
     assert none.shape == (34, 50) and not none.any() and zero.tolist() == [0.0]
 
 

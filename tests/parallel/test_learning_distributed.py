@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
+from gnsfast.parallel import gathered
 
 pytestmark = pytest.mark.dist
 
@@ -65,8 +66,7 @@ def uneven(rank: int, again: bool) -> None:
     plain, model = sharded(again)
     for n in ((1, 4), (5, 1), (2, 3)):
         measured(model, plain, draw(n[rank]))
-    proof = gnsfast.coverage(model).proof
-    assert proof == "a process has no batch of several samples"
+    assert gnsfast.coverage(model).proof == ""
 
 
 def proven(rank: int, again: bool) -> None:
@@ -77,14 +77,21 @@ def proven(rank: int, again: bool) -> None:
     assert gnsfast.coverage(model).proof == ""
 
 
-def blind(rank: int) -> None:
-    """One sample shows nothing, and later batches would need all processes to look at them."""
+def single(rank: int) -> None:
+    """Of one sample on each process two copies show as much."""
     plain, model = sharded(False)
     measured(model, plain, draw(1))
-    with pytest.raises(gnsfast.ObservationError, match="configure.model, example=batch"):
-        measured(model, plain, draw(2))
-    gnsfast.configure(model, example=draw(3)[0])
+    assert gnsfast.coverage(model).proof == ""
     measured(model, plain, draw(2))
+
+
+def before(rank: int, again: bool) -> None:
+    """``learn`` is called by both processes, whose batches have other numbers of samples."""
+    plain, model = sharded(again)
+    table = gnsfast.learn(model, draw(2 + 2 * rank)[0])
+    assert gathered(table, None) == [table, table] and not table.left_out
+    gnsfast.GradientNoiseScale(model, table)
+    measured(model, plain, draw(5 - rank))
 
 
 class Mixed(nn.Module):
@@ -106,8 +113,8 @@ def agreed(rank: int) -> None:
     wrapped = DistributedDataParallel(model, static_graph=True)
     gns = gnsfast.GradientNoiseScale(wrapped)
     for _ in range(4):
-        with one_update(gns, 4):
-            loss_of(wrapped, draw(4)).backward()
+        with one_update(gns, 5):
+            loss_of(wrapped, draw(5)).backward()
     found = gns.compute()
     assert found.updates == 3 and found.left_out == ("mixed.weight", "mixed.bias")
     rows = gnsfast.coverage(model).rows
@@ -119,5 +126,5 @@ def test_two_processes() -> None:
 
 
 def several(rank: int) -> None:
-    each(rank, [uneven, proven], (True,), (False,))
-    each(rank, [blind, agreed])
+    each(rank, [uneven, proven, before], (True,), (False,))
+    each(rank, [single, agreed])

@@ -95,8 +95,8 @@ def test_sequence_first_by_mistake_with_as_many_tokens() -> None:
 
     assert gnsfast.verify(model, loss, x).ok
     assert not gnsfast.verify(model, loss, x, batch_dim=1).ok
-    gnsfast.configure(model, example=torch.randn(6, 4, 5), num_samples=4)
-    assert gnsfast.verify(model, loss, x, batch_dim=1).ok
+    table = gnsfast.learn(model, torch.randn(6, 4, 5), num_samples=4)
+    assert gnsfast.verify(model, loss, x, batch_dim=1, table=table).ok
 
 
 def test_half_precision() -> None:

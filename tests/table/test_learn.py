@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learning costs, what it leaves as it was, and when it happens."""
+
+import gc
+import random
+import threading
+import weakref
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hostile import D, linear, per_sample, right_or_named
+from made import Made
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gnsfast
+from gnsfast.following import Followed
+from gnsfast.following import model as following_model
+
+B, T = 4, 6
+
+
+def counted(model: nn.Module) -> list[int]:
+    """How many samples the first layer got in each of its calls."""
+    sizes: list[int] = []
+    model[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    return sizes
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(linear(), nn.GELU(), linear())
+
+
+def test_the_passes_of_learning() -> None:
+    """Two of shapes, one measured, each sample alone, and one of the whole batch."""
+    model = layers()
+    sizes = counted(model)
+    gnsfast.learn(model, torch.randn(64, T, D))
+    assert sizes == [3, 4, 3, 1, 1, 1, 64]
+
+
+@pytest.mark.parametrize("how", ["table", "first batch"])
+def test_a_training_step_runs_the_model_once(how: str) -> None:
+    model, x = layers(), torch.randn(16, D)
+    sizes = counted(model)
+    gns = gnsfast.GradientNoiseScale(model, gnsfast.learn(model, x) if how == "table" else None)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for k in range(40):
+        learns = k == 0 and how != "table"
+        sizes.clear()
+        with gns.microbatch(16):
+            per_sample(model(torch.randn(16, D))).mean().backward()
+        assert sizes == [3, 4, 3, 1, 1, 1, 16, 16] if learns else sizes == [16]
+        gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gns.compute().updates == 40
+
+
+def test_training_mode_is_proven_once() -> None:
+    """A model whose samples meet there alone is measured in evaluation mode."""
+
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    for between, n in ((nn.Tanh(), 4), (Mean(), 2)):
+        model = nn.Sequential(linear(), between, linear()).eval()
+        sizes = counted(model)
+        assert len(right_or_named(model, torch.randn(6, D), 6)) == 4
+        model.train()
+        assert len(right_or_named(model, torch.randn(6, D), 6)) == n
+        sizes.clear()
+        for mode in (True, False, True):
+            model.train(mode)
+            with gnsfast.per_sample_sqnorms(model, 6):
+                per_sample(model(torch.randn(6, D))).sum().backward()
+        assert sizes == [6] * 3
+
+
+class Plain(nn.Module):
+    """Layers, a buffer that counts, a batch norm that only evaluates, and what draws numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+        self.norm, self.drop = nn.BatchNorm1d(T), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(3))
+        self.slow = nn.Parameter(torch.ones(D), requires_grad=False)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        noise = 0.01 * torch.rand(D, generator=self.generator) + random.random()
+        x = self.norm(self.first(x) + noise + float(numpy.random.rand()))
+        y: Tensor = self.last(self.drop(x) * self.slow)
+        return y
+
+
+@pytest.mark.parametrize("how", ["learn", "block", "both"])
+def test_nothing_is_changed(how: str) -> None:
+    """Hooks, gradients, modes, buffers, values and all random numbers are as without a table."""
+    outcomes = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        model, x = Plain(), torch.randn(B, T, D)
+        model.norm.eval()
+        model.norm.running_mean.normal_()
+        seen: list[str] = []
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+            if p.requires_grad:
+                p.register_hook(lambda g, seen=seen: seen.append("gradient"))
+                p.register_post_accumulate_grad_hook(
+                    lambda p, seen=seen: seen.append("accumulated")
+                )
+        grads = [p.grad for p in model.parameters()]
+        modes = [m.training for m in model.modules()]
+        hooks = [{**vars(m)} for m in model.modules()]
+        table = gnsfast.learn(model, x) if measured and how != "block" else None
+        assert hooks == [{**vars(m)} for m in model.modules()]
+        if measured and how != "learn":
+            with gnsfast.per_sample_sqnorms(model, B, table=table):
+                model(x).square().sum().backward()
+        else:
+            model(x).square().sum().backward()
+        assert modes == [m.training for m in model.modules()]
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads))
+        draws = torch.rand(3), random.random(), numpy.random.rand(), model.generator.get_state()
+        whole = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+        outcomes.append((whole, draws, seen, model.calls))
+    (plain, drawn, hooks, _), (own, drawn_too, hooks_too, calls) = outcomes
+    assert hooks == hooks_too and calls.tolist() == [1, 1, 1]
+    assert torch.equal(drawn[0], drawn_too[0]) and torch.equal(drawn[3], drawn_too[3])
+    assert drawn[1:3] == drawn_too[1:3]
+    for a, b in zip(plain, own):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_learn_refuses() -> None:
+    model, x = linear(), torch.randn(4, D)
+    with pytest.raises(ValueError, match="no samples"):
+        gnsfast.learn(model, ())
+    with pytest.raises(gnsfast.SampleShapeError, match=r"5 samples.*\[4, 8\].*take="):
+        gnsfast.learn(model, x, num_samples=5)
+    with pytest.raises(gnsfast.ObservationError, match="A block is open"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            gnsfast.learn(model, x)
+    norm = nn.BatchNorm1d(D)
+    with pytest.raises(gnsfast.ObservationError, match="batch statistics tie the samples"):
+        gnsfast.learn(norm, x)
+    assert gnsfast.learn(norm.eval(), x).proofs
+
+
+def test_two_threads_that_learn() -> None:
+    """Both are in the middle of it at the same time. Checkpoints compute again after it."""
+    both = threading.Barrier(2, timeout=60)
+    errors: list[BaseException] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        if m.waits:
+            m.waits.pop().wait()
+        y: Tensor = checkpoint(lambda t: m.b(t.tanh()), m.a(x), use_reentrant=False)
+        return y
+
+    models = [Made(run, a=linear(), b=linear(), waits=[both]) for _ in range(2)]
+
+    def learn(model: nn.Module) -> None:
+        try:
+            assert len(gnsfast.learn(model, torch.randn(4, D)).proofs) == 4
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=learn, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    calls: list[int] = []
+    models[0].waits.clear()
+    models[0].b.register_forward_pre_hook(lambda *_: calls.append(1))
+    models[0](torch.randn(4, D)).sum().backward()
+    assert len(calls) == 2
+
+
+class Child(nn.Linear):
+    """Knows its parent, as the modules of FSDP2 do."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__(D, D)
+        vars(self)["parent"] = parent
+
+
+@pytest.mark.parametrize("how", ["learn", "block"])
+def test_a_model_that_was_measured_is_freed(how: str) -> None:
+    model = nn.Sequential(linear())
+    model.append(Child(model))
+    if how == "learn":
+        table = gnsfast.learn(model, torch.randn(4, D))
+        assert table.proofs
+    else:
+        with gnsfast.per_sample_sqnorms(model, 4):
+            per_sample(model(torch.randn(4, D))).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_is_closed_when_it_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = layers(), torch.randn(4, D)
+
+    def fails() -> None:
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(following_model, "prepare_compiler", fails)
+        for start in (
+            lambda: gnsfast.per_sample_sqnorms(model, 4).__enter__(),
+            lambda: gnsfast.learn(model, x),
+        ):
+            with pytest.raises(RuntimeError, match="no compiler"):
+                start()
+            assert not Followed.of(model).is_open
+            assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert len(right_or_named(model, x, 4)) == 4
