@@ -264,7 +264,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     norms = {leaf: measured.norms.get(leaf) for leaf in truth[0] if leaf.name not in measured.lost}
     if not norms:
         return Proof("", measured.lost)
-    zero_B = torch.zeros(len(truth), dtype=torch.float64)
+    zero_B = torch.zeros(len(truth), dtype=torch.float64, device="cpu")
     norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
     if not bool(norm_PB.isfinite().all()):
         return Proof("the gradients of its samples are not finite", measured.lost)
@@ -456,9 +456,9 @@ def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
             for leaf in leaves
             if not is_dtensor(leaf.parameter) and not bool(leaf.parameter.any())
         ]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         for p, data in closed:
-            value = torch.randn(p.shape, generator=generator, dtype=torch.float32)
+            value = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
             p.data = value.mul_(0.1).to(data)
     try:
         yield
