@@ -344,10 +344,10 @@ class GradientNoiseScale:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU, and the table as JSON. Call it between updates. Measurements
-        are the same on every process, as ``torch.distributed.checkpoint`` expects. With
-        ``keep_largest`` it is a collective: all processes must call it. An id of a sample that is
-        neither a number nor text, nor a list or tuple of these, is saved as its text.
+        """All measurements, on the CPU, and the table as JSON. Call it between updates.
+        Measurements are the same on every process, as ``torch.distributed.checkpoint`` expects.
+        With ``keep_largest`` it is a collective: all processes must call it. An id of a sample that
+        is neither a number nor text, nor a list or tuple of these, is saved as its text.
         """
         observer = self._settle()
         if observer.midway:

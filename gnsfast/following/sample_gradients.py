@@ -11,7 +11,7 @@ from torch import Tensor
 from gnsfast import ops
 from gnsfast.errors import first_line
 from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
-from gnsfast.functional import PLAIN, Groups, Plan
+from gnsfast.functional import Groups, Plan
 from gnsfast.signatures import (
     OPERATORS,
     RESULTS,
