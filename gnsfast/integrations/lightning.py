@@ -20,7 +20,7 @@ from gnsfast.integrations.measuring import LOG, Measuring
 from gnsfast.integrations.needed import needed
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
-from gnsfast.table import Table, learn
+from gnsfast.table import NO_RESULT, Table, learn
 
 with needed(__name__, "Lightning", "lightning"):
     try:
@@ -236,6 +236,12 @@ class GNSMonitor(Measuring, Callback):
         dropped = dict.fromkeys(("log", "log_dict"), _drop)
         with patch.multiple(pl_module, **dropped):
             table = learn(pl_module, batch, run=run, num_samples=n)
+        if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
+            raise SampleShapeError(
+                f"{type(pl_module).__name__}: no module that training_step calls returns something "
+                f"of each of {n} samples. With run=... a function that does, gnsfast.learn(module, "
+                "batch, run=...) makes a table for GNSMonitor(table=...)."
+            )
         table.tell(followed)
         LOG.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())
 
