@@ -34,7 +34,7 @@ def memory(name: str, threads: str) -> float:
 
 
 def start() -> dict[str, float]:
-    """Seconds of both imports, and of what the first batch shows of the small GPT."""
+    """Seconds of both imports, and of learning the table of the small GPT."""
     seconds = {}
     begin = time.perf_counter()
     import torch
@@ -48,8 +48,10 @@ def start() -> dict[str, float]:
 
     torch.manual_seed(0)
     model = GPT()
-    gnsfast.configure(model, example=gpt_batch(GPT)[0])
-    seconds["first batch of the small GPT"] = gnsfast.coverage(model).seconds
+    batch = gpt_batch(GPT)[0]
+    begin = time.perf_counter()
+    gnsfast.learn(model, batch)
+    seconds["table of the small GPT"] = time.perf_counter() - begin
     return seconds
 
 

@@ -117,8 +117,8 @@ class Leaf:
     ``recent`` are uses of earlier passes, by the number of the function (``uses.begin``). ``made``
     are the tensors that are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in
     compiled code, which does not count. ``left_out`` says why it has no norms, and ``refused`` why
-    it has none in any table. ``is_opaque``: no
-    function that takes it can be seen. ``is_ordered``: the samples lie in other ways in some of its
+    it has none in any table. ``is_opaque``: no function that takes it can be seen. ``is_half``:
+    data in half precision has met it. ``is_ordered``: the samples lie in other ways in some of its
     calls than in others of the same name.
     """
 
@@ -138,7 +138,7 @@ class Leaf:
         self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.refused, self.is_opaque = "", False
-        self.is_sharded = hasattr(p, "placements")
+        self.is_sharded, self.is_half = hasattr(p, "placements"), False
         self.is_shared = False  # by several modules
         self.known_uses, self.is_known_joined = 1, False
         self.forget()

@@ -11,7 +11,7 @@ from torch import Tensor
 from gnsfast import ops
 from gnsfast.errors import first_line
 from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
-from gnsfast.functional import PLAIN, Groups, Plan
+from gnsfast.functional import Groups, Plan
 from gnsfast.signatures import (
     OPERATORS,
     RESULTS,
@@ -231,14 +231,14 @@ def streamed(
             for total, each, g in zip(sums, own, found):
                 g = g.to(total.dtype)
                 total += g.flatten()
-                each.append(reduced(g.reshape(1, 1, -1), PLAIN, total.dtype)[1][:, :1])
+                each.append(reduced(g.reshape(1, 1, -1), Plan(), total.dtype)[1][:, :1])
         if groups is not None:
             for total, part, columns in zip(totals, sums, of_groups):
                 total += part
-                columns.append(reduced(part[None, None], PLAIN, total.dtype)[1][:, :1])
+                columns.append(reduced(part[None, None], Plan(), total.dtype)[1][:, :1])
     rows = []
     for total, each, columns in zip(totals, own, of_groups):
-        of_sum = reduced(total[None, None], PLAIN, total.dtype)[1]
+        of_sum = reduced(total[None, None], Plan(), total.dtype)[1]
         row = torch.cat([*each, of_sum[:, 1:], *columns], 1)
         row[:, order] = row[:, : len(order)].clone()
         rows.append(row)

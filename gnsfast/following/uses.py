@@ -341,6 +341,8 @@ def _begun(
             leaf.uncount()  # the next kind of function looks for the same row
         return None
     lengths, rows = (NO_LENGTHS, 0) if compiling() else _lengths(leaf, layout, x, then)
+    if not compiling():
+        leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
     in_order = isinstance(layout, Chosen) and (
         leaf.starts is not None or not _is_padded(expressions)
     )

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GNSMonitor``: the noise scale of a run of Lightning's or ``pytorch_lightning``'s Trainer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.integrations.measuring import Measuring
+from gnsfast.following import Followed
+from gnsfast.integrations.measuring import LOG, Measuring
 from gnsfast.integrations.needed import needed
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
+from gnsfast.table import NO_RESULT, Table, learn
 
 with needed(__name__, "Lightning", "lightning"):
     try:
@@ -38,6 +44,10 @@ class GNSMonitor(Measuring, Callback):
 
     Lightning zeroes gradients between the forward and the backward pass. The probes need that
     before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
+
+    Before the first step, ``gnsfast.learn`` runs ``training_step`` with samples of the first batch.
+    The norms are proven on what the modules return that it calls. What it logs by ``self.log`` is
+    dropped meanwhile.
 
     ``monitor.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``monitor.gns.reset()`` afterwards.
@@ -66,6 +76,8 @@ class GNSMonitor(Measuring, Callback):
             size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
             a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
             that changes.
+        table: of ``gnsfast.learn(module, batch, run=..., take=...)``, where the first batch cannot
+            be learnt from as it is.
 
     Raises:
         ValueError: when training starts, for a model without trainable parameters, or a pass in the
@@ -99,8 +111,9 @@ class GNSMonitor(Measuring, Callback):
         keep_largest: int = 0,
         ids: str | int | Callable[[Any], Any] | None = None,
         factor: float | Factor | None = None,
+        table: Table | None = None,
     ) -> None:
-        names = {"loss_reduction": loss_reduction, "source": source}
+        names = {"loss_reduction": loss_reduction, "source": source, "table": table}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.batch_size, self.tokens = batch_size, tokens
@@ -140,9 +153,11 @@ class GNSMonitor(Measuring, Callback):
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         if self._given_up:
             return
+        n = self.samples(batch)
+        self._learn(trainer, pl_module, batch, batch_idx, n)
         tokens = None if self.tokens is None else self.tokens(batch)
         told = dict(tokens=tokens, scale=1 / accumulated, ids=self._ids_of(batch))
-        block = self.gns.microbatch(self.samples(batch), **told)
+        block = self.gns.microbatch(n, **told)
         block.__enter__()
         self._block, self._partial = block, True
 
@@ -205,6 +220,31 @@ class GNSMonitor(Measuring, Callback):
             block.__exit__(None, None, None)
         self._partial, self._given_up = False, True
 
+    def _learn(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, n: int) -> None:
+        """Learn the table of the module from its first batch of ``n`` samples."""
+        followed = Followed.of(pl_module)
+        if followed.table is not None:
+            return
+        parameters = inspect.signature(pl_module.training_step).parameters.values()
+        takes_number = len(parameters) > 1 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+        number = (batch_idx,) if takes_number else ()
+
+        def run(batch: Any) -> Any:
+            with trainer.precision_plugin.train_step_context(), _outermost() as outputs:
+                return pl_module.training_step(batch, *number), outputs
+
+        dropped = dict.fromkeys(("log", "log_dict"), _drop)
+        with patch.multiple(pl_module, **dropped):
+            table = learn(pl_module, batch, run=run, num_samples=n)
+        if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
+            raise SampleShapeError(
+                f"{type(pl_module).__name__}: no module that training_step calls returns something "
+                f"of each of {n} samples. With run=... a function that does, gnsfast.learn(module, "
+                "batch, run=...) makes a table for GNSMonitor(table=...)."
+            )
+        table.tell(followed)
+        LOG.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())
+
     def _ids_of(self, batch: Any) -> Any:
         """The names of a batch's samples."""
         if self.ids is None or callable(self.ids):
@@ -233,6 +273,35 @@ class GNSMonitor(Measuring, Callback):
                 "GNSMonitor(batch_size=lambda batch: ...)"
             )
         return int(first.shape[0])
+
+
+def _drop(*args: Any, **kwargs: Any) -> None:
+    """Log nothing."""
+
+
+@contextmanager
+def _outermost() -> Iterator[list[Any]]:
+    """A list of what the modules return that are called meanwhile, but by no other module."""
+    outputs: list[Any] = []
+    depth = 0
+
+    def enter(module: Any, args: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            outputs.append(output)
+
+    first = register_module_forward_pre_hook(enter)
+    last = register_module_forward_hook(leave, always_call=True)
+    try:
+        yield outputs
+    finally:
+        first.remove()
+        last.remove()
 
 
 def is_measured(strategy: Any) -> bool:

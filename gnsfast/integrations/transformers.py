@@ -31,6 +31,7 @@ from gnsfast.integrations.transformers_ids import keep_column, names_of
 from gnsfast.integrations.trl_head import measured_head
 from gnsfast.kept import kept_chance
 from gnsfast.noise_scale import Factor, loss_factors
+from gnsfast.table import Table
 
 with needed(__name__, "transformers and accelerate", "'transformers[torch]'"):
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -93,6 +94,7 @@ class GNSCallback(Measuring, TrainerCallback):
             size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
             a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
             that changes.
+        table: of ``gnsfast.learn(model, batch, ...)``. By default the first batch is learnt from.
 
     Raises:
         ValueError: at the start of training, for a model without trainable parameters; in a step,
@@ -125,10 +127,11 @@ class GNSCallback(Measuring, TrainerCallback):
         keep_largest: int = 0,
         ids: str | None = None,
         factor: float | Factor | None = None,
+        table: Table | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
-        names = {"loss_reduction": "sum", "source": source}
+        names = {"loss_reduction": "sum", "source": source, "table": table}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.loss = loss

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.errors import ObservationError
 from gnsfast.following import EXCLUDED, Followed, unfollowed
 
 BETWEEN = (
@@ -85,11 +85,10 @@ def explain_no_backward(followed: Followed) -> str:
 
 
 def refuse_nothing(followed: Followed) -> None:
-    """Raise since a model has no norms at all, perhaps for a wrong number of samples."""
+    """Raise since a model has no norms at all."""
     first = next(leaf for leaf in followed.leaves if leaf.left_out)
-    without = all(leaf.left_out.startswith("no argument of") for leaf in followed.leaves)
     name = type(followed.structure.model).__name__
-    raise (SampleShapeError if without else ObservationError)(
+    raise ObservationError(
         f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. "
         "gnsfast.coverage(model) lists the others, and GradientNoiseScale(model, "
         "unit='micro_batch') needs no per-sample norms."

@@ -54,7 +54,8 @@ class ProbeSlab:
     @property
     def is_half(self) -> bool:
         """Whether the model computes in half precision."""
-        return self.followed.table is not None and self.followed.table.is_half
+        table = self.followed.table
+        return (table is not None and table.is_half) or any(leaf.is_half for leaf in self.leaves)
 
     @property
     def left_out(self) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, first_line
-from gnsfast.following import Followed, Row, unwrapped
+from gnsfast.following import UNKNOWN, Followed, Leaf, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
@@ -26,6 +26,11 @@ TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
     "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
     f"If they lie along the other, {TAKE} says so"
+)
+
+OF_TWO = (
+    "the results that belong to single samples give it no gradient, and no proof judges a result "
+    "with an entry for each two samples"
 )
 
 FEW = 3
@@ -74,10 +79,11 @@ def learn(
             block.
 
     >>> table = gnsfast.learn(torch.nn.Linear(5, 2), torch.randn(4, 5))
-    >>> print(table)
-    parameter  elements  functions  samples      proven by
+    >>> print(table)  # doctest: +ELLIPSIS
+    parameter  elements  functions  samples                       proven by
     weight     10        linear     dimension 0  3 samples alone
     bias       2         linear     as in the call of its weight  3 samples alone
+    Linear: 2 of 2 parameters are measured, 100.0% of the elements and 100.0% of ...
     """
     if unproven not in ("leave_out", "measure"):
         raise ValueError(f"unproven must be 'leave_out' or 'measure', not {unproven!r}")
@@ -151,7 +157,9 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
         proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
-    return shown._replace(rows=rows), proof._replace(wrong={**meet, **proof.wrong})
+    unjudged = dict.fromkeys(proof.silent, OF_TWO) if UNKNOWN in places else {}
+    proof = proof._replace(silent=proof.silent - unjudged.keys())
+    return shown._replace(rows=rows), proof._replace(wrong={**unjudged, **meet, **proof.wrong})
 
 
 def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
@@ -244,8 +252,9 @@ def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
     with kept_modes(model):
         model.eval()
         traces = traced()
-    reached = {pattern_of(name) for name in traces.routes()}
-    is_missing = any(pattern_of(leaf.name) not in reached for leaf in structure.covered)
+    routes = traces.routes()
+    reached = {_kind(model, leaf) for leaf in structure.covered if leaf.name in routes}
+    is_missing = any(_kind(model, leaf) not in reached for leaf in structure.covered)
     return traces, traced() if structure.on_any(trains and is_missing) else None
 
 
@@ -270,11 +279,13 @@ def _assembled(
             doubtful[name] = "the batch gives it no gradient"
         else:
             proofs[name] = f"{few} samples alone"
-    siblings: dict[str, list[str]] = {}
+    model = followed.structure.model
+    kinds = {leaf.name: _kind(model, leaf) for leaf in followed.leaves}
+    siblings: dict[Any, list[str]] = {}
     for name in proofs:
-        siblings.setdefault(pattern_of(name), []).append(name)
+        siblings.setdefault(kinds[name], []).append(name)
     for name in doubtful:
-        calls, alike = shown.calls.get(name, ()), siblings.get(pattern_of(name), [])
+        calls, alike = shown.calls.get(name, ()), siblings.get(kinds[name], [])
         if calls and all(any(other in proofs for other in call) for call in calls):
             proofs[name] = "the norms of another parameter of its calls"
         elif alike:
@@ -303,6 +314,14 @@ def _assembled(
         followed.structure.model.training,
         has_documents,
     )
+
+
+def _kind(model: nn.Module, leaf: Leaf) -> tuple[str, torch.Size, type]:
+    """What siblings have in common: their names but for numbers, their shapes, and the class of
+    their modules. In a ``Sequential`` layers of all kinds have such names.
+    """
+    holder = type(model.get_submodule(leaf.name.rpartition(".")[0]))
+    return pattern_of(leaf.name), leaf.parameter.shape, holder
 
 
 def _agree(rows: Sequence[Sequence[Row]]) -> bool:

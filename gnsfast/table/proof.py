@@ -456,7 +456,7 @@ def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
             for leaf in leaves
             if not is_dtensor(leaf.parameter) and not bool(leaf.parameter.any())
         ]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         for p, data in closed:
             value = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
             p.data = value.mul_(0.1).to(data)

@@ -47,11 +47,13 @@ class Samples(NamedTuple):
 
     @property
     def are_unclear(self) -> bool:
-        """Whether dimensions 0 and 1 of a tensor have as many entries, and nobody has said which of
-        them holds the samples.
+        """Whether dimensions 0 and 1 of ids or of features of tokens have as many entries, and
+        nobody has said which of them holds the samples.
         """
-        shapes = (t.shape for t in tensors_of(self.batch))
-        return self.take is None and self.n > 1 and any(s[:2] == (self.n, self.n) for s in shapes)
+        tensors = tensors_of(self.batch)
+        tokens = [t for t in tensors if t.ndim == (3 if t.is_floating_point() else 2)]
+        square = any(t.shape[:2] == (self.n, self.n) for t in tokens)
+        return self.take is None and self.n > 1 and square
 
     def some(self, samples: Sequence[int]) -> Any:
         """A batch of some samples, counted from 0 again where the batch has fewer. Its tensors are

@@ -149,17 +149,25 @@ class Table:
 
     def summary(self) -> str:
         """How much is measured, and what is left out, why."""
-        text = [
+        total = sum(self.sqnorms.values())
+        norms = f" and {self.covered_norm:.1%} of the squared gradient norms" if total else ""
+        first = (
             f"{self.model}: {len(self.proofs)} of {len(self.elements)} parameters are measured, "
-            f"{self.covered_fraction:.1%} of the elements and {self.covered_norm:.1%} of the "
-            "squared gradient norms. This is proven for the model, not for a loss outside of it: "
-            "gnsfast.verify(model, loss, batch) sees that."
-        ]
-        total = sum(self.sqnorms.values()) or 1.0
+            f"{self.covered_fraction:.1%} of the elements{norms}."
+        )
+        if not all(how.startswith("not proven") for how in self.proofs.values()):
+            first += (
+                " This is proven for the model, not for a loss outside of it: "
+                "gnsfast.verify(model, loss, batch) sees that."
+            )
+        text = [first]
+        titles: dict[str, list[list[str]]] = {}
         for names in _alike(self.left_out, self.left_out.__getitem__):
-            share = sum(self.sqnorms.get(name, 0.0) for name in names) / total
-            why = self.left_out[names[0]]
-            text.append(f"left out: {_title(names)} ({share:.1%} of the squared norms): {why}")
+            titles.setdefault(self.left_out[names[0]], []).append(names)
+        for why, groups in titles.items():
+            share = sum(self.sqnorms.get(name, 0.0) for names in groups for name in names)
+            of_norms = f" ({share / total:.1%} of the squared norms)" if total else ""
+            text.append(f"left out: {', '.join(map(_title, groups))}{of_norms}: {why}")
         return "\n".join(text)
 
     def _places(self, name: str) -> str:

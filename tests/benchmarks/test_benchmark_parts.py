@@ -84,7 +84,7 @@ def test_an_interrupted_run_replaces_no_whole_record(
 def test_a_process_answers_or_says_why_not() -> None:
     """What it prints last is its answer; a failed one's words are in the error."""
     seconds = fresh.ask("start")
-    assert list(seconds) == ["import torch", "import gnsfast", "first batch of the small GPT"]
+    assert list(seconds) == ["import torch", "import gnsfast", "table of the small GPT"]
     assert all(s > 0 for s in seconds.values())
     assert fresh.medians([seconds, seconds, {name: 1e3 for name in seconds}]) == seconds
     with pytest.raises(RuntimeError, match=r"fresh nothing: KeyError: 'nothing'"):

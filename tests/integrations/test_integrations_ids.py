@@ -131,7 +131,7 @@ class Takes(Plain):
     """Has an argument of the column's name."""
 
     def forward(self, input_ids: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
-        assert id.shape == (N,)
+        assert id.shape == (len(input_ids),)
         return super().forward(input_ids, labels)
 
 

@@ -121,7 +121,8 @@ def by_hand(
 ) -> gnsfast.NoiseScale:
     module = Tiny()
     optimizer = module.configure_optimizers()
-    gns = gnsfast.GradientNoiseScale(module, metric=metric, window=window)
+    table = gnsfast.learn(module, tuple(batches[0]), run=lambda batch: module.model(batch[0]))
+    gns = gnsfast.GradientNoiseScale(module, table, metric=metric, window=window)
     for k, batch in enumerate(batches, 1):
         counts = None if tokens is None else tokens(batch)
         with gns.microbatch(len(batch[0]), tokens=counts, scale=1 / accumulated):
@@ -156,6 +157,31 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
         assert float(trainer.logged_metrics[name]) == pytest.approx(value, rel=1e-5), name
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
     assert "gns/b_simple" in rows
+
+
+class Logs(Tiny):
+    """Logs in each step, and calls its part by a method of its own."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.log("steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        return super().training_step(batch, batch_idx)
+
+
+def test_learning_logs_nothing(tmp_path: Path) -> None:
+    trainer = fit(GNSMonitor(), tmp_path, Logs())
+    assert trainer.logged_metrics["steps"] == 2 * UPDATES - 1
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    """It leaves out what the first batch would prove."""
+    module, (x, _) = Tiny(), data(1)[0]
+    first = lambda x: module.model[0](x)
+    monitor = GNSMonitor(table=gnsfast.learn(module, x, run=first))
+    fit(monitor, tmp_path, module)
+    assert monitor.compute().updates == UPDATES
+    assert monitor.compute().left_out == tuple(
+        f"model.{name}" for name in ("2.weight", "2.bias", "3.weight", "3.bias")
+    )
 
 
 def test_gradient_scaler(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_decisions_in_trainers_log(tmp_path: Path, caplog: pytest.LogCaptureFixt
     said = "the schedule has 8 samples from 30 tokens on"
     assert entries[0]["batch/decision"] == said
     first, *decisions = caplog.records
-    assert "the first batch showed" in first.getMessage()
+    assert "of 5 parameters are measured" in first.getMessage()
     assert decisions[0].getMessage() == f"40 tokens: {said}"
     assert {r.levelname for r in decisions} == {"INFO"} and len(decisions) == 4
 

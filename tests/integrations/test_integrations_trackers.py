@@ -92,17 +92,15 @@ def test_metrics_of_other_noise_scales() -> None:
     result = NoiseScale(
         **vars(ModuleNoiseScale(10.0, 8.0, 13.0, 2.0, 0.2)),
         **{"drift": False, "updates": 6, "skipped": 0, "samples": 48, "per_module": {}},
-        adam=AdamNoiseScale(20.0, 15.0, 30.0, 1.0, 0.05, 6, ()),
+        adam=AdamNoiseScale(20.0, 15.0, 30.0, 1.0, 0.05, 6),
         sign=DualNoiseScale(40.0, 32.0, 50.0, 2.0, 0.3, 0.4, "sign", 5, (), {}),
-        spectral=DualNoiseScale(
-            *(math.inf, 7.0, math.inf, 2.0, -0.1, 0.4, "spectral", 5, (), {}), "micro_batches"
-        ),
+        spectral=DualNoiseScale(math.inf, 7.0, math.inf, 2.0, -0.1, 0.4, "spectral", 5, (), {}),
     )
     found = metrics(result)
     assert {k: v for k, v in found.items() if k.split("_")[0] in OTHER_NAMES} == {
         **{"gns/adam": 20.0, "gns/adam_lo": 15.0, "gns/adam_hi": 30.0},
         **{"gns/sign": 40.0, "gns/sign_lo": 32.0, "gns/sign_hi": 50.0},
-        **{"gns/spectral_lo": 7.0, "gns/spectral_from_micro_batches": 1.0},
+        "gns/spectral_lo": 7.0,
     }
     assert found["gns/b_simple"] == 10.0
 
