@@ -131,7 +131,7 @@ def table_of(
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
-    with _for_our_own_ends(followed), gates_open(followed.leaves):
+    with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
         if documents is None:
             shown, proof = _proven(*_traced_with_some(trial))
         else:

@@ -32,7 +32,7 @@ from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
-from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
+from gnsfast.tensors import is_dtensor, local_part, map_tensors, tensors_of, whole
 
 Rows = Mapping[str, tuple[Row, ...]]
 
@@ -446,26 +446,37 @@ def _document(
 
 
 @contextmanager
-def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
+def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[None]:
     """Let parameters that are all zeros, as those of a new adapter or of a gate that opens late,
-    have small random values meanwhile, so that what is behind them gets a gradient.
+    have small random values meanwhile, so that what is behind them gets a gradient. ``groups`` are
+    those of the processes that shard them.
     """
-    with unfollowed():
-        closed = [
-            (leaf.parameter, leaf.parameter.data)
-            for leaf in leaves
-            if not is_dtensor(leaf.parameter) and not bool(leaf.parameter.any())
-        ]
-        generator = torch.Generator("cpu").manual_seed(0)
-        for p, data in closed:
-            value = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
-            p.data = value.mul_(0.1).to(data)
+    with unfollowed(), torch.no_grad():
+        parts = [local_part(leaf.parameter).data for leaf in leaves]
+        is_open = shared([bool(part.any()) for part in parts], _either, groups)
+        closed = [k for k, opened in enumerate(is_open) if not opened]
+        for k in closed:
+            generator = torch.Generator("cpu").manual_seed(k)  # replicas of a part get its values
+            shape = parts[k].shape
+            value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            value = value.mul_(0.1).to(parts[k])
+            if is_dtensor(leaves[k].parameter):  # FSDP2 gathers the memory of the part
+                parts[k].copy_(value)
+            else:
+                leaves[k].parameter.data = value
     try:
         yield
     finally:
-        with unfollowed():
-            for p, data in closed:
-                p.data = data
+        with unfollowed(), torch.no_grad():
+            for k in closed:
+                if is_dtensor(leaves[k].parameter):
+                    parts[k].zero_()
+                else:
+                    leaves[k].parameter.data = parts[k]
+
+
+def _either(a: list[bool], b: list[bool]) -> list[bool]:
+    return [x or y for x, y in zip(a, b)]
 
 
 NO_RESULT = (

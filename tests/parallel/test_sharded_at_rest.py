@@ -9,10 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-<<<<<<< HEAD
-from noise_cases import one_update
-=======
->>>>>>> tab
 from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -21,11 +17,7 @@ import gnsfast
 from gnsfast.parallel import parameters_at_rest
 
 pytestmark = pytest.mark.dist
-<<<<<<< HEAD
-UPDATES, N, V, CLASSES = 6, 4, 9, 4
-=======
 UPDATES, V, CLASSES = 6, 9, 4
->>>>>>> tab
 Batch = tuple[Tensor, Tensor]
 
 
@@ -36,12 +28,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.up = nn.Embedding(V, 5), nn.Linear(5, 7)
         self.norm, self.square = nn.LayerNorm(7), nn.Linear(7, 7, bias=False)
-<<<<<<< HEAD
-        self.gate, self.down = nn.Linear(7, 1), nn.Linear(7, CLASSES)
-=======
         self.gate, self.unused = nn.Linear(7, 1), nn.Linear(3, 3)
         self.down = nn.Linear(7, CLASSES)
->>>>>>> tab
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.norm(torch.tanh(self.up(self.embed(ids))))
@@ -61,14 +49,10 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def batches_of(ranks: int) -> list[list[Batch]]:
     """[update][rank], the same on every process."""
     torch.manual_seed(2)
-<<<<<<< HEAD
-    draw = lambda: (torch.randint(V, (N, 3)), torch.randint(CLASSES, (N, 3)))
-=======
 
     def draw() -> Batch:
         return torch.randint(V, (4, 3)), (torch.rand(4, 3) < 0.2).long() * (CLASSES - 1)
 
->>>>>>> tab
     return [[draw() for _ in range(ranks)] for _ in range(UPDATES)]
 
 
@@ -78,12 +62,6 @@ def shard(model: Any) -> Any:
     return fully_shard(model)
 
 
-<<<<<<< HEAD
-def trained(rank: int | None, gns: gnsfast.GradientNoiseScale, evaluated: str) -> Any:
-    """An update of one micro-batch on each process; of all samples in one if ``rank`` is None."""
-    model = gns.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-=======
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
@@ -93,38 +71,21 @@ def trained(
 ) -> gnsfast.NoiseScale:
     """An update of one micro-batch on each process; those of all processes if ``rank`` is None."""
     optimizer = adam(model)
->>>>>>> tab
     for k, ranks in enumerate(batches_of(2)):
         if evaluated == "each" or (evaluated == "first" and k == 0):
             with torch.no_grad():
                 loss_of(model, ranks[0])
-<<<<<<< HEAD
-        whole = torch.cat([b[0] for b in ranks]), torch.cat([b[1] for b in ranks])
-        batch = whole if rank is None else ranks[rank]
-        with one_update(gns, len(batch[0])):
-            loss_of(model, batch).backward()
-=======
         passes = ranks if rank is None else ranks[rank : rank + 1]
         for batch in passes:
             with gns.microbatch(4, scale=1 / len(passes)):
                 (loss_of(model, batch) / len(passes)).backward()
         gns.update()
->>>>>>> tab
         optimizer.step()
         optimizer.zero_grad()
     return gns.compute()
 
 
 def same(rank: int, evaluated: str) -> None:
-<<<<<<< HEAD
-    group, _ = dist.new_subgroups(group_size=1)
-    alone = gnsfast.GradientNoiseScale(make(), process_group=group)
-    truth = trained(None, alone, "never")
-    found = trained(rank, gnsfast.GradientNoiseScale(shard(make())), evaluated)
-    assert found.updates == truth.updates == UPDATES
-    assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
-    assert found.trace == pytest.approx(truth.trace, rel=1e-5)
-=======
     one, model = make(), shard(make())
     group, _ = dist.new_subgroups(group_size=1)
     truth = trained(None, one, gnsfast.GradientNoiseScale(one, process_group=group))
@@ -132,7 +93,6 @@ def same(rank: int, evaluated: str) -> None:
     found = trained(rank, model, gns, evaluated)
     assert found.updates == truth.updates == 6
     assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-6)
->>>>>>> tab
 
 
 def test_two_processes() -> None:
