@@ -145,7 +145,8 @@ def table_of(
 def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown", Proof]:
     """What the traces show, and the proof of it."""
     structure, shown = trial.followed.structure, Shown.of(traces, late)
-    places, rtol = traces.result_places, shown.rtol
+    places: Sequence[Place] = traces.result_places
+    rtol = shown.rtol
     proof, rows, places = prove(trial, shown.rows, places, rtol, training=False)
     if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
         proof, rows, places = prove(trial, rows, places, rtol, training=True)
