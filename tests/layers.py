@@ -27,12 +27,13 @@ def assert_as_loop(
     *,
     twin: nn.Module | None = None,
     run: Any = None,
+    table: gnsfast.Table | None = None,
 ) -> None:
     """The norms of a backward pass are those of the loop, which takes ``twin``, or the model; the
-    pass calls ``run``, or the model.
+    pass calls ``run``, or the model, and executes ``table``, if there is one.
     """
     loop = loop_sqnorms(model if twin is None else twin, loss, batch, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
         loss(model if run is None else run, batch).backward()
     assert_norms(norms, loop)
 
@@ -55,7 +56,13 @@ def scattered(layer: nn.Module) -> nn.Module:
 
 
 def assert_layer(
-    layer: nn.Module, x: Tensor, B: int, *, batch_dim: int = 0, rtol: float = 1e-5
+    layer: nn.Module,
+    x: Tensor,
+    B: int,
+    *,
+    batch_dim: int = 0,
+    rtol: float = 1e-5,
+    table: gnsfast.Table | None = None,
 ) -> None:
     """Closed: torch's bits. Open: torch's gradients, and the loop's norms for every sample."""
     twin = plain(layer)
@@ -64,7 +71,7 @@ def assert_layer(
     leaf, twin_leaf = (x.detach().requires_grad_(x.is_floating_point()) for _ in range(2))
     r = torch.randn_like(twin(x))
     weighted_loss(twin, (twin_leaf, r)).backward()
-    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+    with gnsfast.per_sample_sqnorms(layer, B, table=table) as norms:
         weighted_loss(layer, (leaf, r)).backward()
     if leaf.requires_grad:
         torch.testing.assert_close(leaf.grad, twin_leaf.grad)

@@ -28,11 +28,11 @@ def check(
     **options: Any,
 ) -> gnsfast.SampleNorms:
     """Loss and gradients are those of plain torch, norms those of the float64 loop."""
-    samples = options.pop("samples", B)
+    samples, table = options.pop("samples", B), options.pop("table", None)
     plain = copy.deepcopy(model)
     want = loss(plain, batch)
     want.backward()
-    with gnsfast.per_sample_sqnorms(model, samples, audit="always") as norms:
+    with gnsfast.per_sample_sqnorms(model, samples, audit="always", table=table) as norms:
         value = loss(model, batch)
         value.backward()
     torch.testing.assert_close(value, want)

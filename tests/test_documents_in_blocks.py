@@ -110,15 +110,18 @@ def test_frozen_parts(frozen: str) -> None:
 class TestRefused:
     def test_keys_of_other_documents(self) -> None:
         layer, x = gnsfast.MultiheadAttention(D, 2, batch_first=True), torch.randn(1, 8, D)
-        with pytest.raises(gnsfast.ObservationError, match=r"\[9, 1, 8\].*hold the 8 tokens"):
-            with gnsfast.per_sample_sqnorms(layer, 2, cu_seqlens=torch.tensor([0, 3, 8])):
-                y = layer(x, *[torch.randn(1, 9, D)] * 2, attn_mask=torch.zeros(8, 9))[0]
-                y.sum().backward()
+        with gnsfast.per_sample_sqnorms(layer, 2, cu_seqlens=torch.tensor([0, 3, 8])) as norms:
+            y = layer(x, *[torch.randn(1, 9, D)] * 2, attn_mask=torch.zeros(8, 9))[0]
+            y.sum().backward()
+        why = {r.parameter: r.reason for r in gnsfast.coverage(layer).rows}["in_proj_weight"]
+        assert "[9, 1, 8] does not hold the 8 tokens" in why and "in_proj_weight" not in norms
 
     def test_a_key_that_all_documents_see(self) -> None:
         model, batch = Attends(add_bias_kv=True), rows_of((1, 24))
-        with pytest.raises(gnsfast.ObservationError, match="^attention.bias_k.*packed documents"):
-            norms_of(model, loss_of, batch, gnsfast.cu_seqlens(batch[1]))
+        norms = norms_of(model, loss_of, batch, gnsfast.cu_seqlens(batch[1]))
+        reasons = {r.parameter: r.reason for r in gnsfast.coverage(model).rows}
+        assert reasons.keys() - {*norms} == {"attention.bias_k", "attention.bias_v"}
+        assert "no norms for packed documents" in reasons["attention.bias_k"]
 
     def test_documents_that_attend_to_each_other(self) -> None:
         """gpt-oss does so in transformers: its masks do not look at the positions."""

@@ -344,10 +344,10 @@ class GradientNoiseScale:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU, and the table as JSON. Call it between updates.
-        Measurements are the same on every process, as ``torch.distributed.checkpoint`` expects.
-        With ``keep_largest`` it is a collective: all processes must call it. An id of a sample that
-        is neither a number nor text, nor a list or tuple of these, is saved as its text.
+        """All measurements, on the CPU, and the table as JSON. Call it between updates. The numbers
+        are the same on every process, as ``torch.distributed.checkpoint`` expects. With
+        ``keep_largest`` it is a collective: all processes must call it. An id of a sample that is
+        neither a number nor text, nor a list or tuple of these, is saved as its text.
         """
         observer = self._settle()
         if observer.midway:
@@ -374,7 +374,8 @@ class GradientNoiseScale:
             ValueError: for a state of another model or other settings. It names the difference.
         """
         followed = Followed.of(unwrapped(self.model))
-        if followed.table is None and state["table"] is not None:
+        takes_table = followed.table is None and state["table"] is not None
+        if takes_table:
             Table.from_state_dict(json.loads(state["table"])).tell(followed)
         settings = replace(self._settings, clusters=bool(state.get("clusters")))
         try:
@@ -383,7 +384,8 @@ class GradientNoiseScale:
                 observer.settle()
             refuse_other(state, identity(observer, self.window, self.every))
         except ValueError:
-            Followed.forget(unwrapped(self.model))
+            if takes_table:
+                followed.forget_table()
             raise
         self.reset()
         self._observer, self._settings = observer, settings

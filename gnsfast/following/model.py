@@ -73,6 +73,12 @@ class Followed:
             rows = [batch.get(leaf.name, ()) for batch in batches]
             leaf.learn(rows, routes.get(leaf.name, ()))
 
+    def forget_table(self) -> None:
+        """Let everything be as before a table was told."""
+        self.table = None
+        for leaf in self.leaves:
+            leaf.forget()
+
     def open(
         self,
         samples: int,

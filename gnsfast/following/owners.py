@@ -66,7 +66,7 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
             continue
         seen.add(place)
         if node is not None and node.name() == "MaskedSelectBackward0":
-            return _Index(torch.zeros(n, dtype=torch.int64), node, number, 0)
+            return _Index(torch.zeros(n, dtype=torch.int64, device="cpu"), node, number, 0)
         size = torch.Size() if node is None else _size_of(node, number)
         keeps = any(_holds(size[: d + 1].numel(), n, start) for d in range(len(size)))
         if not keeps or _is_made(node) or node.name() in MOVES:

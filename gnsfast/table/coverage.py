@@ -16,7 +16,7 @@ class CoverageRow:
     """One parameter.
 
     ``route`` names the functions in which it meets the data. That of a "frozen" parameter, and of
-    one that no call takes ("none"), is no part of what is covered. ``static`` says
+    one that the batch gives no gradient ("none"), is no part of what is covered. ``static`` says
     whether it has norms. ``observed`` says whether backward reached it in the last pass, and is
     None before the first. ``reason`` says why there are no norms, or why they are not proven.
     """
@@ -95,7 +95,7 @@ def coverage(model: nn.Module) -> Coverage:
         leaf = leaves.get(name)
         why = "" if leaf is None else leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
         if leaf is None or why:
-            is_reached = table is None or not table.routes or name in table.routes
+            is_reached = table is None or name not in table.unreached
             route = "frozen" if leaf is None else "" if is_reached else "none"
             rows.append(CoverageRow(name, p.numel(), route, False, None, why))
             continue

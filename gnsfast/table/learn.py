@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, first_line
-from gnsfast.following import Followed, Leaf, Row, unwrapped
+from gnsfast.following import UNKNOWN, Followed, Leaf, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
@@ -26,6 +26,11 @@ TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
     "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
     f"If they lie along the other, {TAKE} says so"
+)
+
+OF_TWO = (
+    "the results that belong to single samples give it no gradient, and no proof judges a result "
+    "with an entry for each two samples"
 )
 
 FEW = 3
@@ -126,7 +131,7 @@ def table_of(
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.given = samples.batch
-    with _for_our_own_ends(followed), gates_open(followed.leaves):
+    with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
         if documents is None:
             shown, proof = _proven(*_traced_with_some(trial))
         else:
@@ -140,20 +145,22 @@ def table_of(
 def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown", Proof]:
     """What the traces show, and the proof of it."""
     structure, shown = trial.followed.structure, Shown.of(traces, late)
-    places, rtol = traces.result_places, shown.rtol
-    proof, rows = prove(trial, shown.rows, places, rtol, training=False)
-    if structure.on_any(bool(proof.reason) and structure.model.training):
-        proof, rows = prove(trial, rows, places, rtol, training=True)  # a model to train alone
+    places: Sequence[Place] = traces.result_places
+    rtol = shown.rtol
+    proof, rows, places = prove(trial, shown.rows, places, rtol, training=False)
+    if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
+        proof, rows, places = prove(trial, rows, places, rtol, training=True)
     if late is not None:
-        places = late.result_places
-        of_late, rows = prove(trial, rows, places, rtol, training=True)
+        of_late, rows, places = prove(trial, rows, late.result_places, rtol, training=True)
         proof = proof.with_late(of_late, shown.late)
     meet = {} if proof.reason else meeting(trial, places)
     # A parameter that none of the few samples has reached takes the row of its siblings.
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
         proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
-    return shown._replace(rows=rows), proof._replace(wrong={**meet, **proof.wrong})
+    unjudged = dict.fromkeys(proof.silent, OF_TWO) if UNKNOWN in places else {}
+    proof = proof._replace(silent=proof.silent - unjudged.keys())
+    return shown._replace(rows=rows), proof._replace(wrong={**unjudged, **meet, **proof.wrong})
 
 
 def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
@@ -336,10 +343,11 @@ def _first_with_samples(a: tuple[bool, Table], b: tuple[bool, Table]) -> tuple[b
 def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     """Run the model, perhaps inside of a block, whose pass then begins as if nothing had run."""
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
-    kept = [(leaf, leaf.found, leaf.twin) for leaf in begun]
+    kept = [(leaf, leaf.found, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
     for leaf in followed.leaves:
         leaf.forget()
+        leaf.twin = leaf.whole.twin = None  # which has the memory of the parameter
     try:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
@@ -350,13 +358,12 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         followed.is_learning, followed.structure.given = False, ()
         for leaf in followed.leaves:
             leaf.forget()
+            leaf.twin = leaf.whole.twin = None  # made while gates were open
         if followed.table is not None:
             followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
-        for leaf, state, twin in kept:
-            leaf.found = state
-            if leaf.is_sharded:  # else it has kept the twin
-                leaf.twin = twin
+        for leaf, state, twin, whole_twin in kept:
+            leaf.found, leaf.twin, leaf.whole.twin = state, twin, whole_twin
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:

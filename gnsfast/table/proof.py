@@ -32,7 +32,7 @@ from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
-from gnsfast.tensors import is_dtensor, map_tensors, tensors_of, whole
+from gnsfast.tensors import is_dtensor, local_part, map_tensors, tensors_of, whole
 
 Rows = Mapping[str, tuple[Row, ...]]
 
@@ -149,10 +149,10 @@ class Measured(NamedTuple):
 
 def prove(
     trial: Trial, rows: Rows, places: Sequence[Place], rtol: float, training: bool
-) -> tuple[Proof, Rows]:
+) -> tuple[Proof, Rows, Sequence[Place]]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
-    that it proves: those that fail as consecutive rows of each sample are tried as interleaved
-    ones. The model is as it is where that is ``training``, else in evaluation mode.
+    and places that it proves: those that fail as consecutive rows of each sample are tried as
+    interleaved ones. The model is as it is where that is ``training``, else in evaluation mode.
     """
     followed, structure = trial.followed, trial.followed.structure
     followed.learn(rows)
@@ -165,13 +165,20 @@ def prove(
         turned = {name: new for name, new in turned.items() if new != rows.get(name, ())}
         if structure.on_any(bool(turned)):
             followed.learn({**rows, **turned})
-            again = judged(_measured(trial, places, measured.weighed), truth, rtol)
+            turned_places = [*map(turned_place, places)]
+            if turned_places == [*places]:
+                again = judged(_measured(trial, places, measured.weighed), truth, rtol)
+            else:
+                measured = _measured(trial, turned_places)
+                again = judged(measured, _truths(trial, measured), rtol)
+                is_better = not again.reason and len(again.wrong) < len(proof.wrong)
+                places = turned_places if is_better else places
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
             rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
             followed.learn(rows)
-    return proof, rows
+    return proof, rows, places
 
 
 def _measured(
@@ -257,7 +264,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     norms = {leaf: measured.norms.get(leaf) for leaf in truth[0] if leaf.name not in measured.lost}
     if not norms:
         return Proof("", measured.lost)
-    zero_B = torch.zeros(len(truth), dtype=torch.float64)
+    zero_B = torch.zeros(len(truth), dtype=torch.float64, device="cpu")
     norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
     if not bool(norm_PB.isfinite().all()):
         return Proof("the gradients of its samples are not finite", measured.lost)
@@ -291,16 +298,15 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
 
 def interleaved(row: Row) -> Row:
     """A row of the table whose samples have interleaved rows where they had consecutive ones."""
-
-    def turned(place: Any) -> Any:
-        return (
-            place._replace(interleaved=True)
-            if isinstance(place, Layout) and place.several
-            else place
-        )
-
-    arguments, results = (tuple(map(turned, places)) for places in (row.arguments, row.results))
+    both = row.arguments, row.results
+    arguments, results = (tuple(map(turned_place, places)) for places in both)
     return row._replace(arguments=arguments, results=results)
+
+
+def turned_place(place: Any) -> Any:
+    """A place of interleaved rows where it is one of several consecutive ones."""
+    several = isinstance(place, Layout) and place.several
+    return place._replace(interleaved=True) if several else place
 
 
 def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
@@ -440,26 +446,37 @@ def _document(
 
 
 @contextmanager
-def gates_open(leaves: Sequence[Leaf]) -> Iterator[None]:
+def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[None]:
     """Let parameters that are all zeros, as those of a new adapter or of a gate that opens late,
-    have small random values meanwhile, so that what is behind them gets a gradient.
+    have small random values meanwhile, so that what is behind them gets a gradient. ``groups`` are
+    those of the processes that shard them.
     """
-    with unfollowed():
-        closed = [
-            (leaf.parameter, leaf.parameter.data)
-            for leaf in leaves
-            if not is_dtensor(leaf.parameter) and not bool(leaf.parameter.any())
-        ]
-        generator = torch.Generator().manual_seed(0)
-        for p, data in closed:
-            value = torch.randn(p.shape, generator=generator, dtype=torch.float32)
-            p.data = value.mul_(0.1).to(data)
+    with unfollowed(), torch.no_grad():
+        parts = [local_part(leaf.parameter).data for leaf in leaves]
+        is_open = shared([bool(part.any()) for part in parts], _either, groups)
+        closed = [k for k, opened in enumerate(is_open) if not opened]
+        for k in closed:
+            generator = torch.Generator("cpu").manual_seed(k)  # replicas of a part get its values
+            shape = parts[k].shape
+            value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            value = value.mul_(0.1).to(parts[k])
+            if is_dtensor(leaves[k].parameter):  # FSDP2 gathers the memory of the part
+                parts[k].copy_(value)
+            else:
+                leaves[k].parameter.data = value
     try:
         yield
     finally:
-        with unfollowed():
-            for p, data in closed:
-                p.data = data
+        with unfollowed(), torch.no_grad():
+            for k in closed:
+                if is_dtensor(leaves[k].parameter):
+                    parts[k].zero_()
+                else:
+                    leaves[k].parameter.data = parts[k]
+
+
+def _either(a: list[bool], b: list[bool]) -> list[bool]:
+    return [x or y for x, y in zip(a, b)]
 
 
 NO_RESULT = (

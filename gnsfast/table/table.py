@@ -93,7 +93,9 @@ class Table:
 
     @property
     def covered_fraction(self) -> float:
-        """The share of the elements that are measured, of parameters that some call takes."""
+        """The share of the elements that are measured, of parameters that the batch gives a
+        gradient.
+        """
         return self._share(self.elements)
 
     @property
@@ -102,7 +104,7 @@ class Table:
         return self._share(self.sqnorms)
 
     def _share(self, sizes: Mapping[str, float]) -> float:
-        total = sum(n for name, n in sizes.items() if name in self.routes or not self.routes)
+        total = sum(n for name, n in sizes.items() if name not in self.unreached)
         return sum(n for name, n in sizes.items() if name in self.proofs) / total if total else 1.0
 
     def save(self, path: str | Path) -> None:

@@ -131,7 +131,9 @@ def place_of(a: torch.Size, b: torch.Size | None, n: int, m: int) -> Place:
         return SHARED
     if b is None or len(a) != len(b):
         return UNKNOWN
-    dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y and x * m == y * n]
+    # The n bags of an embedding have n + 1 offsets with the end of the last one.
+    ends = len(a) == 1 and (a[0] - 1) * m == (b[0] - 1) * n
+    dims = [d for d, (x, y) in enumerate(zip(a, b)) if x != y and (ends or x * m == y * n)]
     return Layout.of(a, n, dims[0]) if len(dims) == 1 else UNKNOWN
 
 

@@ -131,7 +131,8 @@ def test_refusals() -> None:
 def test_updates_without_a_number() -> None:
     """All of one update, and one sample of the next, whose other samples keep their figures."""
     model = model_of()
-    gns = gnsfast.GradientNoiseScale(model, keep_largest=B)
+    table = gnsfast.learn(model, torch.randn(B, D))
+    gns = gnsfast.GradientNoiseScale(model, table, keep_largest=B)
     for bad in (slice(None), slice(2, 3)):
         x = torch.randn(B, D)
         x[bad] = math.nan

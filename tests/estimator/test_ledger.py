@@ -128,6 +128,8 @@ def test_flags_of_old_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_are_audited_in_turns() -> None:
     """A weight that a kernel takes too is found, at the latest after all others."""
     layers = [nn.Linear(3, 3, bias=False) for _ in range(80)]
+    for layer in layers:  # or gradients vanish
+        nn.init.orthogonal_(layer.weight)
     model = nn.Sequential(*layers)
     gns = gnsfast.GradientNoiseScale(model)
     x = torch.randn(4, 3)

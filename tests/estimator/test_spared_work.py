@@ -30,7 +30,8 @@ class Fused(nn.Module):
 
 def made(**settings: Any) -> tuple[nn.Module, gnsfast.GradientNoiseScale]:
     model = Fused()
-    return model, gnsfast.GradientNoiseScale(model, **settings)
+    table = gnsfast.learn(model, torch.randn(N, D))
+    return model, gnsfast.GradientNoiseScale(model, table, **settings)
 
 
 def block(model: nn.Module, gns: gnsfast.GradientNoiseScale, **how: bool) -> None:

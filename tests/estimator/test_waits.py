@@ -43,22 +43,24 @@ def by_logits(model: Tied, ids: Tensor, y: Tensor) -> Tensor:
     return (model(ids).log_softmax(-1) * (y[..., None] == torch.arange(23))).sum()
 
 
-def by_parts(model: Tied, ids: Tensor, y: Tensor) -> Tensor:
+def by_parts(model: Tied, ids: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
     hidden = model.hidden(ids)
-    return functional.linear_cross_entropy(hidden, model.head.weight, y, reduction="sum")
+    return functional.linear_cross_entropy(hidden, model.head.weight, y, reduction=reduction)
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("loss_of", [by_logits, by_parts])
 def test_a_step_never_waits(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the Triton kernels, after two steps that look at what the model does."""
+    """By the Triton kernels, with a table."""
     pytest.importorskip("triton", reason="triton is there on Linux alone")
     monkeypatch.setenv("GNSFAST_BACKEND", "triton")
     # Labels out of range are looked for on a CPU alone.
     monkeypatch.setattr(cross_entropy, "_label", lambda label, *args: label)
     model = Tied()
-    gns = gnsfast.GradientNoiseScale(model)
     ids, y = torch.randint(0, 23, (2, 3, 9))
+    each = None if loss_of is by_logits else lambda batch: by_parts(model, *batch, "none")
+    table = gnsfast.learn(model, (ids, y) if each else ids, run=each)
+    gns = gnsfast.GradientNoiseScale(model, table)
 
     def step() -> None:
         with one_update(gns, 3):

@@ -89,11 +89,11 @@ def one_by_one(make: Callable[[], nn.Module], x: Tensor, loss: Any = squares) ->
 def test_per_sample(name: str, example: bool, training: bool) -> None:
     x = torch.randn(B, T, D)
     plain, model = made(name).train(training), made(name).train(training)
-    gnsfast.configure(model, example=x if example else None)
+    table = gnsfast.learn(model, x) if example else None
     assert gnsfast.coverage(model).covered_fraction == 1
     want = squares(plain, x)
     want.backward()
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
         got = squares(model, x)
         weight, buffers = vars(model[2]).get("weight"), list(model.buffers())
         got.backward()
@@ -107,8 +107,10 @@ def test_per_sample(name: str, example: bool, training: bool) -> None:
     assert_norms(norms, one_by_one(lambda: made(name).train(training), x))
 
 
-def run(model: nn.Module, x: Tensor, num_samples: int = B) -> gnsfast.SampleNorms:
-    with gnsfast.per_sample_sqnorms(model, num_samples) as norms:
+def run(
+    model: nn.Module, x: Tensor, num_samples: int = B, table: gnsfast.Table | None = None
+) -> gnsfast.SampleNorms:
+    with gnsfast.per_sample_sqnorms(model, num_samples, table=table) as norms:
         squares(model, x).backward()
     return norms
 
@@ -154,8 +156,9 @@ def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, example: bool
         return far_from_converged(Twice(NORMS[norm]))
 
     x = torch.randn(B, T, D)
-    model = gnsfast.configure(make(), example=x if example else None)
-    assert_norms(run(model, x), one_by_one(make, x))
+    model = make()
+    table = gnsfast.learn(model, x) if example else None
+    assert_norms(run(model, x, table=table), one_by_one(make, x))
 
 
 @pytest.mark.parametrize("outside", [True, False])
@@ -173,8 +176,9 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool) -> None:
             return squares(model, x)
 
     x = torch.randn(B, T, D)
-    model = gnsfast.configure(make(), example=x)  # before a weight is asked for
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
+    model = make()
+    table = gnsfast.learn(model, x)  # before a weight is asked for
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
         if outside:
             cached(model, x).backward()
         else:

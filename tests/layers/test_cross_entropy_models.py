@@ -56,14 +56,14 @@ class Tied(nn.Module):
     def forward(self, *batch: Tensor) -> Tensor:
         return self.lm_head(self.hidden(*batch))
 
-    def loss(self, *batch: Tensor) -> Tensor:
+    def loss(self, *batch: Tensor, reduction: str = "sum") -> Tensor:
         if self.around:
-            return checkpoint(self.from_hidden, *batch, use_reentrant=False)
-        return self.from_hidden(*batch)
+            return checkpoint(self.from_hidden, *batch, reduction=reduction, use_reentrant=False)
+        return self.from_hidden(*batch, reduction=reduction)
 
-    def from_hidden(self, *batch: Tensor) -> Tensor:
+    def from_hidden(self, *batch: Tensor, reduction: str) -> Tensor:
         return self.lm_head.cross_entropy(
-            self.hidden(*batch[:-1]), batch[-1], reduction="sum", **OWN
+            self.hidden(*batch[:-1]), batch[-1], reduction=reduction, **OWN
         )
 
 
@@ -73,6 +73,11 @@ OWN: dict[str, Any] = dict(softcap=2.0, z_loss=0.1)
 def tied_loss(model: Tied, batch: tuple[Tensor, ...]) -> Tensor:
     """The same with torch's means."""
     return torch_loss(lambda ids: model(*ids), (batch[:-1], batch[-1]), reduction="sum", **OWN)
+
+
+def learned(model: Tied, batch: tuple[Tensor, ...]) -> gnsfast.Table:
+    """The table by a loss for each token: the model itself is not called."""
+    return gnsfast.learn(model, batch, run=lambda b: model.loss(*b, reduction="none"))
 
 
 def tied_batch(uses: int = 1) -> tuple[Tensor, ...]:
@@ -97,7 +102,8 @@ def test_ties_are_exact(model: Tied, together: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_cross_entropy, "CHUNK", 2 * T * T)  # two samples, then one
     model.zero_grad()
     batch = tied_batch(len(model.tables))
-    with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+    table = learned(model, batch)
+    with gnsfast.per_sample_sqnorms(model, B, audit="always", table=table) as norms:
         model.loss(*batch).backward()
     assert_norms(norms, loop_sqnorms(model, tied_loss, batch, B))
 
@@ -114,7 +120,7 @@ def test_tie_at_half_precision() -> None:
             ):
                 error = (g.double().square().sum() - loop[n][b]).abs() / loop[n][b]
                 torch_error = max(torch_error, error.item())
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
+        with gnsfast.per_sample_sqnorms(model, B, table=learned(model, batch)) as norms:
             model.loss(*batch).backward()
     assert error_against_loop(norms, loop) <= 2 * torch_error
 
@@ -124,7 +130,9 @@ def test_no_tensor_holds_all_logits() -> None:
     model = nn.Sequential(nn.Embedding(3000, 4), gnsfast.Linear(4, 3000, bias=False))
     model[1].weight = model[0].weight
     ids = torch.randint(0, 3000, (2, 40))
-    with gnsfast.per_sample_sqnorms(model, 2), Largest() as largest:
+    each = lambda b: model[1].cross_entropy(model[0](b), b, shift=True, reduction="none")
+    table = gnsfast.learn(model, ids, run=each)
+    with gnsfast.per_sample_sqnorms(model, 2, table=table), Largest() as largest:
         model[1].cross_entropy(model[0](ids), ids, shift=True).backward()
     with Largest() as closed:
         model[1].cross_entropy(model[0](ids), ids, label_smoothing=0.1).backward()
@@ -137,7 +145,7 @@ def test_no_tensor_holds_all_logits() -> None:
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cross_entropy, "LEAST", 200)  # two parts are enough to trace
     model, batch = Tied(), tied_batch()
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
+    with gnsfast.per_sample_sqnorms(model, B, table=learned(model, batch)) as norms:
         torch.compile(model.loss, backend="aot_eager", fullgraph=True)(*batch).backward()
     assert_norms(norms, loop_sqnorms(model, tied_loss, batch, B))
 
@@ -162,16 +170,17 @@ def test_transformers(name: str) -> None:
     def of_model(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
         return m(**b, use_cache=False).loss
 
-    def of_head(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
+    def of_head(m: nn.Module, b: dict[str, Tensor], **options: Any) -> Tensor:
         hidden = m.model(b["input_ids"], use_cache=False).last_hidden_state
-        return linear_cross_entropy(hidden, m.lm_head.weight, b["labels"], shift=True)
+        return linear_cross_entropy(hidden, m.lm_head.weight, b["labels"], shift=True, **options)
 
     loop = loop_sqnorms(model, of_model, batch, 3)
     torch.testing.assert_close(of_head(model, batch), want)
-    with gnsfast.per_sample_sqnorms(model, 3, audit="always") as norms:
+    table = gnsfast.learn(model, batch, run=lambda b: of_head(model, b, reduction="none"))
+    with gnsfast.per_sample_sqnorms(model, 3, audit="always", table=table) as norms:
         of_head(model, batch).backward()
     assert_norms(norms, {n: norm / 9 for n, norm in loop.items()})
-    assert gnsfast.verify(model, of_head, batch).ok
+    assert gnsfast.verify(model, of_head, batch, table=table).ok
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -181,8 +190,9 @@ def test_triton(tied: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if tied:
         model, batch = Tied().to(device), tied_batch()
         loop = loop_sqnorms(copy.deepcopy(model).cpu(), tied_loss, batch, B)
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            model.loss(*(t.to(device) for t in batch)).backward()
+        batch = tuple(t.to(device) for t in batch)
+        with gnsfast.per_sample_sqnorms(model, B, table=learned(model, batch)) as norms:
+            model.loss(*batch).backward()
     else:
         model, batch = gnsfast.Linear(D, V).to(device), draw(B, T)
         summed = lambda m, b: torch_loss(m, b, reduction="sum")

@@ -129,18 +129,20 @@ def test_ties_are_exact(model: Tied, steps: int) -> None:
 def test_tied_head_without_its_embedding() -> None:
     """As with ``inputs_embeds``: the embedding takes no part, the head's norm is the weight's."""
     model, batch = Tied(), (torch.randn(4, 9, 5), torch.randn(4, 9, 6))
+    table = gnsfast.learn(model, ids(4, 9)) | gnsfast.learn(model, batch[0], run=model.head)
 
     def loss(m: Tied, b: tuple[Tensor, Tensor]) -> Tensor:
         return (m.head(b[0]) * b[1]).sum()
 
-    assert_as_loop(model, batch, 4, loss=loss)
+    assert_as_loop(model, batch, 4, loss=loss, table=table)
 
 
 def test_abandoned_forward_leaves_no_link() -> None:
     """A forward pass without backward must not reach into the next one."""
     model, batch = Tied(), (ids(4, 9), torch.randn(4, 9, 6))
+    table = gnsfast.learn(model, batch[0])
     with pytest.raises(gnsfast.ObservationError, match="No backward"):
-        with gnsfast.per_sample_sqnorms(model, 4):
+        with gnsfast.per_sample_sqnorms(model, 4, table=table):
             model.tables[0](batch[0])
     assert_as_loop(model, batch, 4)
 

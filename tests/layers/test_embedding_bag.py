@@ -44,6 +44,22 @@ def loop(layer: nn.Module, bags: list[Tensor], r: Tensor, weights: Any = None) -
     return {"weight": torch.stack(found)}
 
 
+def table_of(layer: nn.Module, bags: list[Tensor], weights: Any = None) -> gnsfast.Table:
+    """That of a layer which gets bags as one list with offsets."""
+
+    def take(batch: Any, samples: list[int]) -> dict[str, Tensor | None]:
+        lengths = torch.tensor([0, *(len(bags[b]) for b in samples)])
+        starts = lengths.cumsum(0).to(bags[0].dtype)
+        w = None if weights is None else torch.cat([weights[b] for b in samples])
+        return {
+            "input": torch.cat([bags[b] for b in samples]),
+            "offsets": starts if layer.include_last_offset else starts[:-1],
+            "per_sample_weights": w,
+        }
+
+    return gnsfast.learn(layer, torch.cat(bags), take=take, num_samples=B)
+
+
 def assert_bag(
     layer: nn.Module, bags: list[Tensor], *args: Any, weights: Any = None, **kwargs: Any
 ) -> None:
@@ -52,7 +68,8 @@ def assert_bag(
     want = twin(*args, **kwargs)
     (want * r).sum().backward()
     assert torch.equal(copy.deepcopy(layer)(*args, **kwargs), want)  # closed
-    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+    table = table_of(layer, bags, weights) if len(args) > 1 else None
+    with gnsfast.per_sample_sqnorms(layer, B, table=table) as norms:
         y = layer(*args, **kwargs)
         (y * r).sum().backward()
     assert torch.equal(y, want)
@@ -145,7 +162,7 @@ def test_compiled() -> None:
     layer, x, r = gnsfast.EmbeddingBag(V, D), ids(13), torch.randn(B, D)
     bags = list(x.tensor_split(OFFSETS[1:]))
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+    with gnsfast.per_sample_sqnorms(layer, B, table=table_of(layer, bags)) as norms:
         (run(x, OFFSETS) * r).sum().backward()
     assert_norms(norms, loop(plain(layer), bags, r))
 

@@ -78,7 +78,7 @@ def test_implementations(name: str, used: str) -> None:
     measured = assert_block(block, data, 3, missing=missing)
     for row in gnsfast.coverage(measured).rows:
         assert row.static is (missing not in row.parameter)
-        assert row.observed if row.static else "not found in __getitem__" in row.reason
+        assert row.observed if row.static else "for the same sample alone" in row.reason
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,8 @@ def test_implementations(name: str, used: str) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_shapes(name: str, B: int, T: int, K: int) -> None:
     block, data = make(name, K), batch(B, T)
-    if B == 1:  # which shows nothing by itself
-        gnsfast.configure(block, example=batch(3, T)[0])
-    assert_block(block, data, B)
+    chooses = K > 1 or name != "gpt_oss"  # else its router gets no gradient
+    assert_block(block, data, B, missing=" " if chooses else "router")
 
 
 @pytest.mark.parametrize(
@@ -272,6 +271,6 @@ def test_in_a_selective_checkpoint(kept: Any) -> None:
 def test_compiled() -> None:
     """The graph breaks at the experts; the norms stay."""
     plain, data = make("mixtral", 2), batch(3, 7)
-    block = gnsfast.configure(copy.deepcopy(plain), example=data[0])
+    block = copy.deepcopy(plain)
     compiled = torch.compile(block, backend="eager")
     assert_as_loop(block, data, 3, loss, twin=plain, run=compiled)

@@ -36,7 +36,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_shapes(shape: tuple[int, ...], bias: bool) -> None:
-    assert_layer(gnsfast.Linear(shape[-1], 3, bias=bias), torch.randn(shape), shape[0])
+    layer, x = gnsfast.Linear(shape[-1], 3, bias=bias), torch.randn(shape)
+    # A batch without tokens proves nothing.
+    table = None if x.numel() or not len(x) else gnsfast.learn(layer, torch.randn(3, 2, shape[-1]))
+    assert_layer(layer, x, shape[0], table=table)
 
 
 @pytest.mark.parametrize("T", [1, 2, 8, 16, 64, 200])
@@ -190,8 +193,8 @@ def test_autocast(inside: bool) -> None:
 def test_autocast_keeps_the_low_precision_input() -> None:
     """What waits for backward is what torch's autocast keeps: half the memory of the input."""
     layer, kept = gnsfast.Linear(48, 24), []
-    gnsfast.configure(layer, example=torch.randn(4, 9, 48))
-    with gnsfast.per_sample_sqnorms(layer, 4), torch.autocast("cpu", torch.bfloat16):
+    table = gnsfast.learn(layer, torch.randn(4, 9, 48))
+    with gnsfast.per_sample_sqnorms(layer, 4, table=table), torch.autocast("cpu", torch.bfloat16):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             loss = layer(torch.randn(4, 9, 48)).sum()
         loss.backward()

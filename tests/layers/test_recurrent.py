@@ -85,10 +85,10 @@ def test_gradients_and_outputs_are_torchs() -> None:
 
 
 def test_a_packed_sequence_is_refused() -> None:
-    """It interleaves the rows of samples."""
+    """No tensor of it has samples in a dimension."""
     layer = nn.GRU(I, H)
     rows = nn.utils.rnn.pack_sequence([torch.randn(t, I) for t in (4, 3, 2)])
-    with pytest.raises(gnsfast.ObservationError, match="samples were not found in gru"):
+    with pytest.raises(gnsfast.SampleShapeError, match=r"GRU: .* tensors of shape \[9, 4\]"):
         with gnsfast.per_sample_sqnorms(layer, B):
             layer(rows)[0].data.sum().backward()
 

@@ -68,7 +68,8 @@ def test_what_runs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BACKEND, "fast")
     layer = gnsfast.Linear(5, 3)
-    with pytest.raises(ValueError, match="GNSFAST_BACKEND=fast: it must be one of reference"):
+    why = "not proven: ValueError: GNSFAST_BACKEND=fast: it must be one of reference"
+    with pytest.raises(gnsfast.ObservationError, match=why):
         with gnsfast.per_sample_sqnorms(layer, 2):
             layer(torch.randn(2, 5)).sum().backward()
 
@@ -97,7 +98,7 @@ with gnsfast.per_sample_sqnorms(layer, 2):
         env=environment | {BACKEND: "triton"},
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor")
+    assert "RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor" in last
     assert why in last and "GNSFAST_BACKEND=reference" in last
 
 

@@ -262,8 +262,8 @@ def test_starts_that_decrease_or_leave_the_rows() -> None:
 def test_it_runs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     seen = []
-    layer = gnsfast.configure(gnsfast.Linear(40, 20), example=torch.randn(3, 5, 40))
-    with gnsfast.per_sample_sqnorms(layer, 3):  # the second batch, which is looked at again
+    layer = gnsfast.Linear(40, 20)
+    with gnsfast.per_sample_sqnorms(layer, 3):  # it learns the table
         layer(torch.randn(3, 5, 40)).sum().backward()
     kernel = cpu.linear_wgrad
     monkeypatch.setattr(cpu, "linear_wgrad", lambda a: seen.append(a) or kernel(a))
@@ -294,7 +294,7 @@ with gnsfast.per_sample_sqnorms(layer, 2):
     )
     done = run(GNSFAST_BACKEND="cpu")
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor")
+    assert "RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor" in last
     assert "GNSFAST_CPU=1 pip install" in last and "GNSFAST_BACKEND=reference" in last
     done = run()
     assert done.returncode == 0 and done.stdout == "reference\n", done.stderr

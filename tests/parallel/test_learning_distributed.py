@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from made import Made
 from noise_cases import one_update
 from oracle import assert_norms, loop_sqnorms
 from processes import each, spawn
@@ -94,6 +95,17 @@ def before(rank: int, again: bool) -> None:
     measured(model, plain, draw(5 - rank))
 
 
+def adapters(rank: int) -> None:
+    """What is behind a matrix of zeros gets a gradient while its shards are not zeros."""
+    parts = {"down": nn.Linear(8, 2, bias=False), "up": nn.Linear(2, 8, bias=False)}
+    nn.init.zeros_(parts["up"].weight)
+    plain = Made(lambda m, x: x + m.up(m.down(x)), **parts)
+    model: Any = fully_shard(copy.deepcopy(plain))
+    table, alone = (gnsfast.learn(each, draw(4)[0]) for each in (model, plain))
+    assert table.proofs == alone.proofs and len(table.proofs) == 2
+    assert not model.up.weight.full_tensor().any()
+
+
 class Mixed(nn.Module):
     """A layer whose results the first process takes the mean of over its samples."""
 
@@ -127,4 +139,4 @@ def test_two_processes() -> None:
 
 def several(rank: int) -> None:
     each(rank, [uneven, proven, before], (True,), (False,))
-    each(rank, [single, agreed])
+    each(rank, [single, agreed, adapters])

@@ -62,20 +62,29 @@ def at_once(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits, batch[1].flatten(), reduction="sum")
 
 
+def own_loss(model: Any, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
+    return linear_cross_entropy(model(batch[0]), model.head.weight, batch[1], reduction=reduction)
+
+
 def draw() -> tuple[Tensor, Tensor]:
     return torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
+
+
+def table_of(model: Any) -> gnsfast.Table:
+    return gnsfast.learn(model, draw()[0], run=lambda ids: model.head(model(ids)))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_message_says_what_is_exact(tied: bool) -> None:
     model = Model(tied)
+    table = table_of(model)
     if tied:  # the link between both uses has one backward pass
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            with gnsfast.per_sample_sqnorms(model, B):
+            with gnsfast.per_sample_sqnorms(model, B, table=table):
                 in_parts(model, draw()).backward()
         return
     with pytest.raises(gnsfast.ObservationError, match=f"weight: .*{INSTEAD}.*exclude="):
-        with gnsfast.per_sample_sqnorms(model, B):
+        with gnsfast.per_sample_sqnorms(model, B, table=table):
             in_parts(model, draw()).backward()
     model.zero_grad()
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
@@ -95,9 +104,9 @@ def test_instead(tied: bool) -> None:
     theirs.backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        hidden, head = model(batch[0]), model.head.weight
-        loss = linear_cross_entropy(hidden, head, batch[1], reduction="sum")
+    table = gnsfast.learn(model, batch, run=lambda batch: own_loss(model, batch, "none"))
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
+        loss = own_loss(model, batch, "sum")
         loss.backward()
     assert_norms(norms, loop)
     torch.testing.assert_close(loss, theirs)

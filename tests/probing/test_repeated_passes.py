@@ -91,7 +91,8 @@ def test_no_output_is_used(x: Tensor) -> None:
     model = Again()
     other = nn.Linear(D, D)
     both = nn.ModuleList([model, other])
-    with gnsfast.per_sample_sqnorms(both, B) as norms:
+    table = gnsfast.learn(both, x, run=lambda x: (model(x), other(x)))
+    with gnsfast.per_sample_sqnorms(both, B, table=table) as norms:
         model(x)
         square(other, x).backward()
     assert norms["0.layer.weight"].tolist() == [0.0] * B
@@ -140,8 +141,9 @@ def test_an_exception_in_backward(x: Tensor) -> None:
             raise KeyError
 
     model = Again()
+    table = gnsfast.learn(model, x)
     with pytest.raises(ObservationError, match="used again after a backward pass of this block"):
-        with gnsfast.per_sample_sqnorms(model, B):
+        with gnsfast.per_sample_sqnorms(model, B, table=table):
             with pytest.raises(KeyError):
                 model.step(Fails.apply(model.step(x))).sum().backward()
             square(model, x).backward()

@@ -158,9 +158,10 @@ def test_a_model_is_freed() -> None:
 def test_gradients_may_be_zeroed_inside_a_block() -> None:
     """Of a module, too, that this pass does not use."""
     model = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)])
+    table = gnsfast.learn(model, torch.randn(6, 5), run=lambda x: [layer(x) for layer in model])
     sum(layer(torch.randn(6, 5)).sum() for layer in model).backward()
     for set_to_none in (False, True):
-        with gnsfast.per_sample_sqnorms(model, 6) as norms:
+        with gnsfast.per_sample_sqnorms(model, 6, table=table) as norms:
             model.zero_grad(set_to_none=set_to_none)
             model[0](torch.randn(6, 5)).sum().backward()
         assert norms["0.bias"].all() and not norms["1.bias"].any()
@@ -169,8 +170,9 @@ def test_gradients_may_be_zeroed_inside_a_block() -> None:
 def test_clipping_inside_a_block_is_no_gradient() -> None:
     """Of a module that this pass does not use, and that has a gradient of an earlier one."""
     model = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)])
+    table = gnsfast.learn(model, torch.randn(6, 5), run=lambda x: [layer(x) for layer in model])
     for layer in model:
-        with gnsfast.per_sample_sqnorms(model, 6) as norms:
+        with gnsfast.per_sample_sqnorms(model, 6, table=table) as norms:
             layer(torch.randn(6, 5)).square().sum().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert norms["1.bias"].all() and not norms["0.bias"].any()
