@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, first_line
-from gnsfast.following import UNKNOWN, Followed, Leaf, Row, unwrapped
+from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
