@@ -46,8 +46,8 @@ class GNSMonitor(Measuring, Callback):
     before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
 
     Before the first step, ``gnsfast.learn`` runs ``training_step`` with samples of the first batch.
-    The norms are proven on what the modules return that it calls. What it logs by ``self.log`` is
-    dropped meanwhile.
+    The norms are proven on what it and the modules that it calls return. What it logs by
+    ``self.log`` is dropped meanwhile.
 
     ``monitor.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``monitor.gns.reset()`` afterwards.
@@ -233,14 +233,13 @@ class GNSMonitor(Measuring, Callback):
             with trainer.precision_plugin.train_step_context(), _outermost() as outputs:
                 return pl_module.training_step(batch, *number), outputs
 
-        dropped = dict.fromkeys(("log", "log_dict"), _drop)
-        with patch.multiple(pl_module, **dropped):
+        with patch.multiple(pl_module, log=_drop, log_dict=_drop):
             table = learn(pl_module, batch, run=run, num_samples=n)
         if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
             raise SampleShapeError(
-                f"{type(pl_module).__name__}: no module that training_step calls returns something "
-                f"of each of {n} samples. With run=... a function that does, gnsfast.learn(module, "
-                "batch, run=...) makes a table for GNSMonitor(table=...)."
+                f"{type(pl_module).__name__}: neither training_step nor a module that it calls "
+                f"returns something of each of {n} samples. gnsfast.learn(module, batch, run=...), "
+                "with a function that does, makes a table for GNSMonitor(table=...)."
             )
         table.tell(followed)
         LOG.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

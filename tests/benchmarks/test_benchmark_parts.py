@@ -157,14 +157,14 @@ def test_budgets_on_the_command_line(
     """Written, held, exceeded; what cannot be counted here is said."""
     monkeypatch.setattr(budget, "FOLDER", tmp_path)
     monkeypatch.setattr(regressions, "missing", lambda part: part == "cuda" and "there is no nvcc")
-    now = Budget({"torch": "1"}, {"a step": {"added": 100}})
+    now = Budget({"torch": "1"}, {"a step": {"launches": 100}})
     monkeypatch.setattr(regressions, "counted", lambda part: [("instructions", now)])
     run = ["budgets", "--only", "instructions", "cuda"]
     command.main([*run, "--write"])
     command.main(run)
     out = capsys.readouterr().out
     assert "within its margins" in out and "cuda: not counted: there is no nvcc" in out
-    now = replace(now, rows={"a step": {"added": 103}})
+    now = replace(now, rows={"a step": {"launches": 103}})
     with pytest.raises(SystemExit):
         command.main(run)
     assert "103" in capsys.readouterr().out

@@ -156,7 +156,7 @@ def test_levanter(thresholds: list[tuple[int, int]], monkeypatch: pytest.MonkeyP
         assert rate(n) == pytest.approx(3e-3 * decay(n / schedule.steps) * factor)
 
 
-NANOGPT = Path(__file__).parents[2] / "docs" / "how-to" / "nanogpt.md"
+NANOGPT = Path(__file__).parents[2] / "docs" / "recipes" / "nanogpt.md"
 LOOP = """
 while True:
 {lines}

@@ -172,6 +172,29 @@ def test_learning_logs_nothing(tmp_path: Path) -> None:
     assert trainer.logged_metrics["steps"] == 2 * UPDATES - 1
 
 
+class Bare(Tiny):
+    """Calls no module, and returns its logits where it is ``open``."""
+
+    def __init__(self, is_open: bool) -> None:
+        super().__init__()
+        self.is_open = is_open
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        first, last = self.model[0], self.model[3]
+        h = F.linear(batch[0], first.weight, first.bias).tanh()
+        logits = F.linear(h, last.weight, last.bias)
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits} if self.is_open else loss
+
+
+def test_a_step_that_calls_no_module(tmp_path: Path) -> None:
+    with pytest.raises(gnsfast.SampleShapeError, match="neither training_step nor a module"):
+        fit(GNSMonitor(), tmp_path, Bare(False))
+    monitor = GNSMonitor()
+    fit(monitor, tmp_path, Bare(True))
+    assert monitor.compute().left_out == ("model.2.weight", "model.2.bias")
+
+
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
     """It leaves out what the first batch would prove."""
     module, (x, _) = Tiny(), data(1)[0]
