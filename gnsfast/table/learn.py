@@ -158,9 +158,8 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
         proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
-    unjudged = dict.fromkeys(proof.silent, OF_TWO) if UNKNOWN in places else {}
-    proof = proof._replace(silent=proof.silent - unjudged.keys())
-    return shown._replace(rows=rows), proof._replace(wrong={**unjudged, **meet, **proof.wrong})
+    shown = shown._replace(rows=rows, has_pairs=UNKNOWN in places)
+    return shown, proof._replace(wrong={**meet, **proof.wrong})
 
 
 def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
@@ -183,7 +182,8 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
 
 class Shown(NamedTuple):
     """What the traces show: the rows and routes of the parameters, by name, and which of them are
-    taken by one call. The ``late`` ones are reached in training mode alone.
+    taken by one call. The ``late`` ones are reached in training mode alone. ``has_pairs``: a result
+    has an entry for each two samples.
     """
 
     rows: Mapping[str, tuple[Row, ...]]
@@ -191,6 +191,7 @@ class Shown(NamedTuple):
     calls: Mapping[str, Sequence[frozenset[str]]]
     late: frozenset[str]
     rtol: float
+    has_pairs: bool = False
 
     def rows_of_calls(self, name: str) -> list[Row]:
         """The rows of the calls that take a parameter, which may be those of another one."""
@@ -277,7 +278,7 @@ def _assembled(
         elif routes and name not in routes:
             doubtful[name] = "no sample of the batch has reached it"
         elif name in proof.silent:
-            doubtful[name] = "the batch gives it no gradient"
+            doubtful[name] = OF_TWO if shown.has_pairs else "the batch gives it no gradient"
         else:
             proofs[name] = f"{few} samples alone"
     model = followed.structure.model
@@ -308,7 +309,9 @@ def _assembled(
         left_out,
         frozenset()
         if proof.reason
-        else (proof.silent | unreached) & doubtful.keys() & left_out.keys(),
+        else (unreached if shown.has_pairs else proof.silent | unreached)
+        & doubtful.keys()
+        & left_out.keys(),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
         shown.rtol > 1e-2,
@@ -347,7 +350,6 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     followed.is_learning = True
     for leaf in followed.leaves:
         leaf.forget()
-        leaf.twin = leaf.whole.twin = None  # which has the memory of the parameter
     try:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
@@ -358,7 +360,6 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         followed.is_learning, followed.structure.given = False, ()
         for leaf in followed.leaves:
             leaf.forget()
-            leaf.twin = leaf.whole.twin = None  # made while gates were open
         if followed.table is not None:
             followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)

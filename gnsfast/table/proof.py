@@ -464,6 +464,7 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
                 parts[k].copy_(value)
             else:
                 leaves[k].parameter.data = value
+            _forget_twin(leaves[k])
     try:
         yield
     finally:
@@ -473,6 +474,12 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
                     parts[k].zero_()
                 else:
                     leaves[k].parameter.data = parts[k]
+                _forget_twin(leaves[k])
+
+
+def _forget_twin(leaf: Leaf) -> None:
+    """Forget the twin of a parameter, which has the memory that this had."""
+    leaf.twin = leaf.whole.twin = None
 
 
 def _either(a: list[bool], b: list[bool]) -> list[bool]:
