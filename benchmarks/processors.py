@@ -93,9 +93,9 @@ def span(values: list[float]) -> str:
 
 def sources(records: list[Record], root: Path, seen: bool) -> list[str]:
     links = []
-    for each in records:
+    for number, each in enumerate(records, 1):
         path = Path(os.path.relpath(each.path.with_suffix(".md"), root)).as_posix()
-        links.append(f"[{each.name}]({path})")
+        links.append(f"[{number}]({path})")
     trial = f" No record is of an {INTEL} yet: a trial on one printed its numbers." if seen else ""
-    text = f"The numbers are medians of {', '.join(links)}.{trial}"
+    text = f"Medians of records {', '.join(links)}.{trial}"
     return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)

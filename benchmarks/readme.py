@@ -81,9 +81,9 @@ def _newest(name: str, results: Path) -> Record:
 def block(newest: Record, root: Path) -> str:
     """A table of whole steps, the figure, where they come from, and what is known about GPUs."""
     each = figures.steps(newest)
-    rows, rest = table(each)
+    rows, _ = table(each)
     picture = f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"
-    cpu, gpus = _wrapped(f"{rest}{origin(newest, root)}"), _wrapped(gpu(newest, root))
+    cpu, gpus = _wrapped(origin(newest, root)), _wrapped(gpu(newest, root))
     return "\n".join([*rows, "", picture, *cpu, "", *gpus])
 
 

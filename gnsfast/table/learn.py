@@ -301,17 +301,14 @@ def _assembled(
             proofs[name] = why
         elif name not in proofs:
             left_out[name] = why
+    hidden = unreached if shown.has_pairs else proof.silent | unreached
     return Table(
         type(followed.structure.model).__name__,
         (rows,) if rows else (),
         routes,
         proofs,
         left_out,
-        frozenset()
-        if proof.reason
-        else (unreached if shown.has_pairs else proof.silent | unreached)
-        & doubtful.keys()
-        & left_out.keys(),
+        frozenset() if proof.reason else frozenset(hidden & doubtful.keys() & left_out.keys()),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
         shown.rtol > 1e-2,
