@@ -34,9 +34,12 @@ def test_tf32_only_where_it_exists(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert tiles.precision(torch.float32) == "ieee"
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert tiles.precision(torch.float32) == ("tf32" if capability == (8, 0) else "ieee")
-    assert tiles.precision(torch.bfloat16) == "ieee"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert tiles.precision(torch.float32) == ("tf32" if capability == (8, 0) else "ieee")
+        assert tiles.precision(torch.bfloat16) == "ieee"
+    finally:  # monkeypatch would set "none", which keeps what was set
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 ONE_STAGE = {  # of a causal attention with sinks, and of one with a mask, by head dim
