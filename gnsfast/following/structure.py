@@ -107,6 +107,12 @@ class Structure:
         groups = parameter_groups(self.model) if self.is_gathered else ()
         return (p for _, group in groups for p in group.fsdp_params)
 
+    def free_gathered(self) -> None:
+        """Let FSDP2 gather parameters anew, whose parts have other values now."""
+        for module in self.model.modules() if self.is_gathered else ():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()
+
     def on_any(self, here: bool) -> bool:
         """Whether something holds on any of the processes that shard the parameters."""
         return shared(here, bool.__or__, self.groups)

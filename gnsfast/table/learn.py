@@ -345,6 +345,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
     kept = [(leaf, leaf.found, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
+    followed.structure.free_gathered()
     for leaf in followed.leaves:
         leaf.forget()
     try:
@@ -355,6 +356,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
             yield
     finally:
         followed.is_learning, followed.structure.given = False, ()
+        followed.structure.free_gathered()
         for leaf in followed.leaves:
             leaf.forget()
         if followed.table is not None:
