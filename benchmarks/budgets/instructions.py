@@ -140,7 +140,7 @@ def asked() -> Runs:
 
 CASES: dict[str, Callable[[], Runs]] = {
     "Linear, closed form": lambda: linear(256, 1),
-    "Linear, Gram": lambda: linear(64, 2, 16, gram=True),
+    "Linear, Gram": lambda: linear(64, 2, 32, gram=True),
     "Linear, fused": lambda: linear(4, 64),
     "Embedding": embedding,
     "LayerNorm, short samples": lambda: layer_norm(8, 64),
