@@ -4,7 +4,6 @@
 from gnsfast.parallel.first import first, is_first, mean, meet, process_count
 from gnsfast.parallel.processes import (
     Processes,
-    collectives,
     find_processes,
     fsdp_degrees,
     gathered,
@@ -21,7 +20,6 @@ from gnsfast.parallel.split_samples import (
 
 __all__ = [
     "Processes",
-    "collectives",
     "find_processes",
     "first",
     "fsdp_degrees",

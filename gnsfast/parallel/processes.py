@@ -6,7 +6,6 @@ FSDP2, or is larger than the part that FSDP2 shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -125,17 +124,6 @@ def shared(value: T, choose: Callable[[T, T], T], groups: Iterable[Any]) -> T:
     for group in groups:
         value = reduce(choose, gathered(value, group))
     return value
-
-
-def collectives() -> int:
-    """How many collective operations this process has taken part in, of all groups of several."""
-    found = 0
-    if dist.is_available() and dist.is_initialized():
-        groups: Any = dist.distributed_c10d._world.pg_map
-        for group in groups:
-            with suppress(RuntimeError):  # backends that are not torch's do not count
-                found += group._get_sequence_number_for_group() if group.size() > 1 else 0
-    return found
 
 
 def sharding_groups(parameters: Iterable[Any]) -> list[Any]:
