@@ -109,7 +109,8 @@ class Structure:
 
     def free_gathered(self) -> None:
         """Let FSDP2 gather parameters anew, whose parts have other values now."""
-        for module in self.model.modules() if self.is_gathered else ():
+        modules: Iterator[Any] = self.model.modules()
+        for module in modules if self.is_gathered else ():
             if hasattr(module, "_get_fsdp_state"):
                 module.reshard()
 
