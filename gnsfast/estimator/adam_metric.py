@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import reference
-from gnsfast.errors import ObservationError
 from gnsfast.estimator.micro_batch_noise import (
     MicroBatchSide,
     scalars_of_pass,
@@ -41,16 +40,13 @@ class AdamMetric(MicroBatchSide):
         self._group_of = _parameter_groups(self._optimizer, self.parameters)
         self._moments: dict[str, Tensor] = {}
         self._constants: dict[str, Tensor] = {}
-        self._marks: list[Any] = []
         self._sqnorms: dict[torch.device, Tensor] = {}  # of the open pass
 
     def open(self, block: Block) -> Mapping[str, Facts]:
-        found = {name: self._moment(name) for name in self.parameters}
-        moments = {name: v for name, v in found.items() if v is not None}
         if not block.before:
-            self._moments, self._marks = moments, self._mark(moments)
-            self._constants = self._constants_of(moments)
-        self._refuse_step(moments)
+            states = {name: self._moment(name) for name in self.parameters}
+            moments = {name: v for name, v in states.items() if v is not None}
+            self._moments, self._constants = moments, self._constants_of(moments)
         self._sqnorms = {}
         return {}
 
@@ -67,9 +63,8 @@ class AdamMetric(MicroBatchSide):
     def passed(self) -> list[Tensor]:
         return [*self._sqnorms.values()]
 
-    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Tensor:
+    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> Tensor:
         self._refuse_alone(len(passes))
-        self._refuse_step(self._moments)
         q = torch.zeros((), dtype=torch.float64, device=self.setup.device)
         for name, p in self.parameters.items():
             if p.grad is not None:
@@ -133,20 +128,6 @@ class AdamMetric(MicroBatchSide):
 
     def _step(self, name: str) -> Any:
         return self._optimizer.state[self.parameters[name]]["step"]
-
-    def _mark(self, moments: Mapping[str, Tensor]) -> list[Any]:
-        steps = [self._step(name) for name in moments]
-        counts = [t._version if isinstance(t, Tensor) else t for t in steps]
-        return [(id(v), v._version, count) for v, count in zip(moments.values(), counts)]
-
-    def _refuse_step(self, moments: Mapping[str, Tensor]) -> None:
-        """Raise if the optimizer has stepped, because the whole update must use one v."""
-        if self._mark(moments) != self._marks:
-            raise ObservationError(
-                "The optimizer has stepped since the first micro-batch of the update, so its "
-                "second moments are no longer those of the measured norms. Call gns.update() "
-                "before optimizer.step()."
-            )
 
 
 def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class DualNorm(MicroBatchSide):
         if self._adds_to_half:
             half += whole
 
-    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Tensor:
+    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> Tensor:
         """This process's share of the numbers of the update, [P NUMBERS]. They are NaN, and V stays
         as it was, if there are too few passes or a number is not finite, as after an overflow.
         """

@@ -24,7 +24,7 @@ from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.estimator.side import Block, Side
 from gnsfast.following import Followed, unwrapped
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
-from gnsfast.probing import AUDIT_EVERY, checks
+from gnsfast.probing import checks
 from gnsfast.table import Table
 
 
@@ -39,11 +39,11 @@ class GradientNoiseScale:
     Args:
         model: any model. Nothing in it is changed. Parameters without norms are left out of both
             tr Σ and |G|² (``gnsfast.coverage``).
-        source: where |G|² comes from. ``"global"``: from the gradient of the whole update, over all
-            micro-batches and processes. ``update()`` reads it from ``.grad``, unless ``grad_norm``
-            is given. ``"auto"``: the same, but an update of one micro-batch on one process takes
-            it from the probes and reads no gradient. ``"local"``: from each micro-batch by itself.
-            This is noisier, needs two samples in each micro-batch, and never reads ``.grad``.
+        source: where |G|² comes from. ``"update"``: from the gradient of the whole update, over all
+            micro-batches and processes. It is read from ``.grad`` at the end of the block; that of
+            one micro-batch on one process comes from the probes, and nothing is read. ``"local"``:
+            from each micro-batch by itself. This is noisier, needs two samples in each micro-batch,
+            and never reads ``.grad``, so it serves optimizers that average gradients themselves.
         window: the number of newest measured updates that ``compute()`` averages.
         decay: the weight of an update relative to the next newer one. Below 0.82 there is no
             interval.
@@ -59,9 +59,9 @@ class GradientNoiseScale:
         optimizer: for ``"adam"`` the ``torch.optim.Adam`` or ``AdamW`` in use. For ``"spectral"``
             the optimizer of the matrices to measure, by default all but those of embeddings.
         groups: names of groups of samples, such as data domains. Each gets a noise scale of its own
-            in ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
+            in ``compute().per_group``; ``update(groups=...)`` gives each sample's group.
         keep_largest: how many samples with the largest gradients to keep of each update, for
-            ``largest()``. ``microbatch(ids=...)`` names them.
+            ``largest()``. ``update(ids=...)`` names them.
         unit: whose gradients are compared with that of the update: ``"sample"``, or
             ``"micro_batch"``, each backward pass of each process. The second needs no norms of
             samples, so it holds every trained parameter of any model, and it reads each gradient
@@ -71,10 +71,11 @@ class GradientNoiseScale:
             (n - n / K)) times (``compute().excess``). Where samples depend on each other, as
             through batch norm, the noise is that of micro-batches of this size.
 
-    Each process must have whole samples, and processes average their gradients, as DDP and FSDP2
-    do. All must call ``update()``, which sums one small vector over them. Tensor parallel layers
-    (``parallelize_module``) need no setting, also under FSDP2. If |G|² is read from ``.grad``, no
-    hook may rewrite a gradient as it arrives. A hook after accumulation is not noticed.
+    Each process must have whole samples, and processes average their gradients inside the block of
+    the update, as DDP and FSDP2 do. At its end one small vector is summed over them. Tensor
+    parallel layers (``parallelize_module``) need no setting, also under FSDP2. If |G|² is read from
+    ``.grad``, nothing inside the block may change it: clip after the block. A hook that rewrites
+    gradients after accumulation is not noticed.
 
     Raises:
         ValueError: for a model without parameters, or settings that do not go together.
@@ -85,9 +86,8 @@ class GradientNoiseScale:
     >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model)
     >>> for x in torch.randn(8, 16, 5):
-    ...     with gns.microbatch(16):
+    ...     with gns.update(16):
     ...         model(x).square().sum(1).mean().backward()
-    ...     gns.update()
     ...     model.zero_grad()
     >>> gns.compute().updates
     8
@@ -98,7 +98,7 @@ class GradientNoiseScale:
         model: nn.Module,
         table: Table | None = None,
         *,
-        source: str = "auto",
+        source: str = "update",
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
@@ -118,6 +118,9 @@ class GradientNoiseScale:
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
         self.model, self.decay = model, decay
+        self._is_due: bool | None = (
+            None  # whether the update under way is measured, if there is one
+        )
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group),
@@ -138,12 +141,13 @@ class GradientNoiseScale:
         self._seen = self._measured = 0
 
     def discard(self) -> None:
-        """Forget the update that is under way, also from inside its micro-batch.
-
-        Call ``optimizer.zero_grad()`` afterwards. Earlier measurements stay.
+        """Forget the update that is under way, from inside its block, the rest of which is plain
+        torch. Earlier measurements stay.
         """
-        if (observer := getattr(self, "_observer", None)) is not None:
-            observer.discard()
+        if self._is_due:
+            self._is_due = False
+            if self._observer is not None:
+                self._observer.discard()
 
     def _start(self) -> Observer:
         """The observer. It is made at the first micro-batch, after wrapping and sharding."""
@@ -161,6 +165,86 @@ class GradientNoiseScale:
         return observer
 
     @contextmanager
+    def update(
+        self,
+        num_samples: int | None = None,
+        *,
+        tokens: int | Tensor | None = None,
+        scale: float | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        groups: Sequence[Any] | Tensor | None = None,
+        ids: Sequence[Any] | Tensor | None = None,
+        clusters: int | Sequence[Any] | Tensor | None = None,
+    ) -> Iterator[None]:
+        """Measure an update: the backward passes of one step of the optimizer.
+
+        With ``num_samples`` the block holds one forward and one backward pass, and all arguments
+        are those of ``microbatch``. Without it, each pass has a ``microbatch`` block of its own
+        inside this one. Gradients are None or zero when the block begins, and complete when it
+        ends. Clip, ``unscale_``, step and ``zero_grad`` after it.
+
+        Nothing waits for the device, except for ``metric="spectral"``. With several processes the
+        end of the block is a collective: if one of them raises, the others wait for it.
+
+        Raises:
+            ValueError: as ``microbatch``.
+            ObservationError: as ``microbatch``, and at the end of a block without a pass, or
+                without a gradient.
+
+        >>> model = torch.nn.Linear(5, 2)
+        >>> gns = gnsfast.GradientNoiseScale(model)
+        >>> with gns.update():
+        ...     for x in torch.randn(4, 16, 5):
+        ...         with gns.microbatch(16, scale=1 / 4):
+        ...             (model(x).square().sum(1).mean() / 4).backward()
+        """
+        of_pass = {
+            "tokens": tokens,
+            "scale": scale,
+            "cu_seqlens": cu_seqlens,
+            "groups": groups,
+            "ids": ids,
+            "clusters": clusters,
+        }
+        if num_samples is None and (given := [k for k, v in of_pass.items() if v is not None]):
+            raise ValueError(
+                f"gns.update({given[0]}=...) describes the only pass of an update, and it lacks "
+                f"num_samples. Of several passes, give it to each gns.microbatch(num_samples, "
+                f"{given[0]}=...)."
+            )
+        if self._is_due is not None:
+            raise ObservationError(
+                "gns.update() was called inside a gns.update() block. A block is one update: its "
+                "end must come before optimizer.step()."
+            )
+        is_due = self._is_due = self._seen % self.every == 0
+        self._passes = None if num_samples is None else 1
+        try:
+            if num_samples is None:
+                yield
+            else:
+                with self.microbatch(num_samples, **of_pass):  # type: ignore[arg-type]
+                    yield
+            if self._is_due:
+                self._finish()
+            self._seen += self._is_due == is_due  # else it was discarded
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._is_due = None
+
+    def _finish(self) -> None:
+        """End a measured update."""
+        if not self._start().agree():
+            self._observer = None
+            return
+        observer = self._settle()
+        observer.is_settled = True
+        observer.ledger.add(observer.finish())
+        self._measured += 1
+
+    @contextmanager
     def microbatch(
         self,
         num_samples: int,
@@ -172,7 +256,8 @@ class GradientNoiseScale:
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
     ) -> Iterator[None]:
-        """Measure the one forward and one backward pass inside the block.
+        """One of several passes of an update: measure the one forward and one backward pass inside
+        the block, which is inside ``with gns.update():``.
 
         Args:
             num_samples: the number of samples on this process.
@@ -199,82 +284,44 @@ class GradientNoiseScale:
 
         Raises:
             ValueError: for counts that are zero or negative, or a single sample with ``"local"``.
-            ObservationError: if no backward pass runs in the block, or if ``.grad`` was changed
-                between two blocks.
+            ObservationError: outside of an update, if no backward pass runs in the block, or if
+                ``per_sample_sqnorms`` would raise.
         """
         num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
         if self._observer is None:  # the first micro-batch decides
             self._settings = replace(self._settings, clusters=clusters is not None)
         self._settings.check_block(tokens, cu_seqlens, groups, ids)
-        if self._is_open:
+        if self._is_due is None:
+            raise ObservationError(
+                "gns.microbatch is a pass of an update. Write with gns.update(): around all passes "
+                "of a step, or with gns.update(num_samples): around the only one."
+            )
+        if not self._is_due:
+            yield
+            return
+        if self._settings.local and num_samples < 2:
+            raise ValueError(
+                "source='local' needs two samples in each micro-batch, because it measures each "
+                "one by itself. With one sample in a micro-batch use source='update'."
+            )
+        observer = self._start()
+        if observer.is_open:
             raise ObservationError(
                 "A micro-batch is already open, by another gns.microbatch block. Each micro-batch "
                 "takes one forward and one backward pass."
             )
-        if not self._due:
-            yield
-            return
-        block = Block(num_samples, self._seen, groups, ids, clusters)
-        if self._settings.local and num_samples < 2:
-            raise ValueError(
-                "source='local' needs two samples in each micro-batch, because it measures each "
-                "one by itself. With one sample in a micro-batch use source='global'."
-            )
-        observer = self._start()
-        observer.open(block, cu_seqlens)
         try:
+            if not observer.midway:
+                observer.begin(self._measured, self._passes)
+            observer.open(Block(num_samples, self._seen, groups, ids, clusters), cu_seqlens)
             yield
+            if observer.is_open:  # neither discard() nor reset() was called inside
+                observer.close(num_samples, tokens, scale)
         except BaseException as error:
             self.discard()
             checks.explain_penalty(error)
             raise
-        if observer.is_open:  # neither discard() nor reset() was called inside
-            observer.close(num_samples, tokens, scale)
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether a micro-batch is open."""
-        return self._observer is not None and self._observer.is_open
-
-    @property
-    def _due(self) -> bool:
-        return self._seen % self.every == 0
-
-    def update(self, grad_norm: float | Tensor | None = None) -> None:
-        """End an update: call it after the last backward pass, before clipping and ``step()``.
-
-        Args:
-            grad_norm: the 2-norm of the whole gradient before clipping, as ``clip_grad_norm_``
-                returns it. Then no gradient is read (but in the first update and in one of each
-                hundred, to compare), and there are no noise scales by module. The error of this
-                norm remains: on a CPU torch's is 1e-3 low for 16M elements.
-
-        Nothing waits for the device, except for ``metric="spectral"``. With several processes this
-        is a collective: if one of them raises, the others wait for it.
-
-        Raises:
-            ObservationError: without a micro-batch, or if gradients are gone or were changed.
-            ValueError: for a ``grad_norm`` if parameters are not covered, since it includes them.
-        """
-        if self._is_open:
-            raise ObservationError(
-                "gns.update() was called inside a gns.microbatch block: call it after the block"
-            )
-        due, self._seen = self._due, self._seen + 1
-        if not due:
-            return
-        if not self._start().agree():
-            self._observer = None
-            return
-        observer = self._settle()
-        observer.is_settled = True
-        if grad_norm is not None:
-            observer.refuse_norm()
-        observer.ledger.add(observer.finish(grad_norm))
-        self._measured += 1
-        if self._measured % AUDIT_EVERY == 0:
-            observer.audit_again()
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window, with its 95 % interval. It waits for the device.
@@ -299,14 +346,15 @@ class GradientNoiseScale:
             )
         observer = self._observer
         window, sides = self._window()
-        observer.check(observer.ledger.flags)
+        observer.check()
         slab, fields = observer.slab, dict[str, Any]()
         modules = [name.rpartition(".")[0] for name in slab.parameters]
-        found = summarize(*window[:4], self._settings.local, modules, self.decay)
-        for side, own in sides:
-            fields |= side.fields(own, window, self.decay)
+        norms = window.p, window.q, window.scalars
+        result = summarize(*norms, self._settings.local, modules, self.decay)
+        for side, numbers in sides:
+            fields |= side.fields(numbers, window, self.decay)
         fields |= {"covered": slab.covered, "left_out": tuple(slab.left_out)}
-        return replace(found, **fields)
+        return replace(result, **fields)
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""
@@ -328,9 +376,8 @@ class GradientNoiseScale:
         >>> gns = gnsfast.GradientNoiseScale(torch.nn.Linear(2, 1), keep_largest=4)
         >>> x = torch.ones(8, 2)
         >>> x[3] *= 100
-        >>> with gns.microbatch(8, ids=[f"file {k}" for k in range(8)]):
+        >>> with gns.update(8, ids=[f"file {k}" for k in range(8)]):
         ...     gns.model(x).square().mean().backward()
-        >>> gns.update()
         >>> gns.largest(1)[0].id
         'file 3'
         """
@@ -352,7 +399,7 @@ class GradientNoiseScale:
         observer = self._settle()
         if observer.midway:
             raise ObservationError(
-                "gns.state_dict() was called in the middle of an update: call gns.update() first"
+                "gns.state_dict() was called inside a gns.update() block: call it between updates"
             )
         _, sides = self._window()
         table = observer.slab.followed.table
@@ -363,7 +410,6 @@ class GradientNoiseScale:
             "table": table and json.dumps(table.state_dict()),
             "ring": observer.ledger.ring[:, : observer.saved].clone(),
             "flags": observer.ledger.flags.clone(),
-            "unseen": dict(observer.unseen),
             "means": {k: v for side, own in sides for k, v in side.state(own).items()},
         }
 
@@ -396,6 +442,5 @@ class GradientNoiseScale:
         ledger.ring.fill_(math.nan)
         ledger.ring[:, :saved] = state["ring"][:, :saved]
         ledger.flags.copy_(state["flags"])
-        observer.unseen.update(state["unseen"])
         for side in observer.sides.values():
             side.load(state["means"])

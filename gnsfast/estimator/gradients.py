@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Squared norms of the gradients that an optimizer is about to use."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gnsfast import reference
 from gnsfast.errors import ObservationError
 from gnsfast.parallel import Processes, parameter_groups
-from gnsfast.tensors import local_part
+from gnsfast.tensors import is_dtensor, local_part
 
 
 class Sqnorms(NamedTuple):
     """This process's share of ‖p.grad‖² for K parameters, before any arithmetic. For each device it
     holds the ``indices`` of the parameters, their ``norms``, and how many ``copies`` share each.
+    Without ``indices`` no parameter has a gradient.
     """
 
     parameters: int
@@ -58,33 +58,14 @@ def grad_sqnorms(parameters: Sequence[Any], processes: Processes) -> Sqnorms:
     return found
 
 
-def refuse_partial_norm(left_out: Sequence[str]) -> None:
-    """Raise if the norm of the whole gradient includes parameters without per-sample norms."""
-    if left_out:
-        raise ValueError(
-            "grad_norm is the norm of all parameters, but these have no per-sample norms: "
-            f"{', '.join(left_out[:5])}. Call gns.update() without grad_norm."
-        )
-
-
-def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
-    """The square of a norm that the caller gives."""
-    full = getattr(grad_norm, "full_tensor", None)  # that of FSDP2 is sharded
-    norm = torch.as_tensor(grad_norm if full is None else full())
-    if norm.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"grad_norm is a {norm.dtype}, which is too coarse for a difference of squares. Call "
-            "gns.update() without it, before clipping."
-        )
-    return norm.to(device, torch.float64, non_blocking=True).square()
-
-
-def averages(model: nn.Module, processes: Processes, replicas: Sequence[bool]) -> bool:
-    """Whether backward passes leave the average over processes in ``.grad``. ``replicas`` says
-    which parameters FSDP2 does not hold, and so does not average.
-    """
-    wrapped = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-    return processes.data == 1 or wrapped or not any(replicas)
+def refuse_hooks(parameters: Mapping[str, Any]) -> None:
+    """Raise if a user's hook changes a gradient that is to be read."""
+    for name, p in parameters.items():
+        if p._backward_hooks and not is_dtensor(p):
+            raise ObservationError(
+                f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
+                "gradients. Use source='local', which does not read it."
+            )
 
 
 def divide_factor(model: nn.Module) -> float | None:

@@ -106,9 +106,7 @@ class Largest(Side):
         ids = kept(block.ids) if isinstance(block.ids, Tensor | None) else list(block.ids)
         return Candidates(ids, sqnorm_B, place_K, excess_KP)
 
-    def finish(
-        self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The largest squared norm of the update, and the sum."""
         names, sqnorms, rows = [], [], []
         for a, each in enumerate(passes):

@@ -21,8 +21,8 @@ class Ledger:
     """The vectors of the newest ``window`` updates, in ``ring``, and the sum of all flags."""
 
     def __init__(self, window: int, numbers: Numbers) -> None:
-        self.ring = torch.zeros(window, numbers.width, dtype=torch.float64, device="cpu")
-        self.flags = torch.zeros(numbers.flags, dtype=torch.float64, device="cpu")
+        self.ring = torch.zeros(window, numbers.window.width, dtype=torch.float64, device="cpu")
+        self.flags = torch.zeros(numbers.flags.width, dtype=torch.float64, device="cpu")
         self.count = 0  # updates in the ring so far
         self._on_host = not torch.cuda.is_available()
         self._numbers, self._at_once = numbers, numbers.processes.world > 1
@@ -53,7 +53,7 @@ class Ledger:
         self.settle()
         size = len(self.ring)
         newest = [k % size for k in range(max(0, self.count - size), self.count)]
-        return self._numbers.window(self.ring[newest])
+        return self._numbers.window.split(self.ring[newest])
 
     def _send(self) -> None:
         if self._on_host:  # to look for tensors of a device takes 0.1 ms an update

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass and an update leave: tensors as they are, until the numbers are computed, which a
-window holds.
+"""The records of a measurement: what a pass and an update leave, as tensors that wait for their
+arithmetic, and the columns of numbers that come of it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from gnsfast.estimator.fingerprint import Grads
+from gnsfast.estimator.gradients import Sqnorms
+
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 class Pass(NamedTuple):
     """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, ``uses`` from
     ``ProbeSlab.uses``, and ``left`` from the sides, by name. ``samples`` holds each sample's
     squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler.
-    ``arrived`` are norms for the audit. ``idle`` parameters got no gradient, ``unseen`` ones one
-    that no probe has seen.
+    ``arrived`` are norms for the audit.
     """
 
     rows: list[Tensor]
@@ -27,8 +29,6 @@ class Pass(NamedTuple):
     samples: list[Tensor]
     left: dict[str, Any]
     arrived: dict[str, list[Tensor]]
-    idle: set[str]
-    unseen: list[str]
 
 
 def kept(value: Any) -> Any:
@@ -37,30 +37,88 @@ def kept(value: Any) -> Any:
 
 
 class Update(NamedTuple):
-    """What an update left. q comes from the final gradients, of which ``grads`` tells, from the
-    norm of the whole gradient (``norm``), or from the probes (``by_probe``). A pass that was
-    ``alone``, on one process, lets ``norm`` be compared with the probes. ``loss_scale`` is the
-    factor that the gradients still have. ``left`` is what the sides have left, by name.
+    """What an update left. q comes from ``sqnorms``, those of ``.grad`` at the end of the block,
+    which still have the factor ``loss_scale``; if it is None, from the probes. ``leftover`` are
+    those of the gradients that were there when the block began. ``left`` is what the sides have
+    left, by name.
     """
 
     passes: list[Pass]
-    by_probe: bool
-    alone: bool
-    norm: Tensor | None
-    grads: Grads
+    sqnorms: Sqnorms | None
+    leftover: Sqnorms | None
     loss_scale: Tensor | None
     left: dict[str, Any]
 
 
 class Window(NamedTuple):
     """The numbers of U updates, of all processes and of the K units, which are the parameters that
-    have norms: float64 p and q [U, K], q of all units together [U], the ``scalars`` of the weights
-    [U, SCALARS], and the numbers of ``sides`` [U, E]. Their columns lie one after the other in the
-    ledger.
+    have norms: float64 ``p`` and ``q`` [U, K], the ``scalars`` of the weights [U, SCALARS], and the
+    numbers of ``sides`` [U, E].
     """
 
     p: Tensor
     q: Tensor
-    whole: Tensor
     scalars: Tensor
     sides: Tensor
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """p and q of all units together [U]."""
+        return self.p.sum(1), self.q.sum(1)
+
+
+class Flags(NamedTuple):
+    """What may be wrong, as counts of updates [U, 1] or, of each unit, [U, K].
+
+    ``calls`` counts the passes that reached a unit, and ``surplus`` the calls that were too many.
+    An ``unseen`` unit has a gradient although no pass reached it. Gradients were not zero when the
+    update began (``stale``), or are larger than those of the passes together (``excess``). Samples
+    without tokens have gradients (``padded``), or samples with tokens have none (``empty``).
+    Processes have different gradients (``apart``).
+    """
+
+    calls: Tensor
+    surplus: Tensor
+    unseen: Tensor
+    stale: Tensor
+    excess: Tensor
+    padded: Tensor
+    empty: Tensor
+    apart: Tensor
+
+
+class Share(NamedTuple):
+    """What a process has of U updates: columns that all processes sum. Those of ``Window`` and
+    ``Flags``, and the sum of the norms of its passes (``reach`` [U, 1]), which bounds that of the
+    update. Under ``tensor`` parallelism each place there has three columns of ``replicas``: 1, the
+    part of q that data-parallel replicas share, and its square.
+    """
+
+    p: Tensor
+    q: Tensor
+    scalars: Tensor
+    sides: Tensor
+    calls: Tensor
+    surplus: Tensor
+    stale: Tensor
+    padded: Tensor
+    empty: Tensor
+    reach: Tensor
+    replicas: Tensor
+
+
+class Columns(Generic[R]):
+    """The columns of a record of tensors [U, width], one after the other in a matrix."""
+
+    def __init__(self, kind: type[R], **widths: int) -> None:
+        fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+        self._kind, self._widths = kind, [widths.get(name, 1) for name in fields]
+        self.width = sum(self._widths)
+
+    def joined(self, record: R) -> Tensor:
+        """All columns of a record, [U, width]."""
+        return torch.cat([*record], 1)
+
+    def split(self, matrix: Tensor) -> R:
+        """The reverse of ``joined``."""
+        return self._kind(*matrix.split(self._widths, 1))

@@ -57,7 +57,7 @@ class ClusterMeasure(GroupedSamples):
             self._ids.update(index)
         return self._ask([index[name] for name in cluster_B], len(index), block)
 
-    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> None:
+    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> None:
         if self._has_compared:
             return
         self._has_compared = True
@@ -75,8 +75,8 @@ class ClusterMeasure(GroupedSamples):
         return torch.stack([k, w, clusters])
 
     def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
-        norms, local = (window.p.sum(1), window.whole), self.setup.settings.local
-        found = summarize_clusters(*norms, numbers, window.scalars, local, decay)
+        local = self.setup.settings.local
+        found = summarize_clusters(*window.whole, numbers, window.scalars, local, decay)
         return {"clusters": found}
 
 

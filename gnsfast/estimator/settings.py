@@ -31,7 +31,7 @@ class Settings:
     clusters: bool = False  # whether each micro-batch says which samples belong together
 
     def __post_init__(self) -> None:
-        check_choice("source", self.source, ("auto", "local", "global"))
+        check_choice("source", self.source, ("update", "local"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
             raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
@@ -50,7 +50,7 @@ class Settings:
         if self.local and self.metrics:
             raise ValueError(
                 f"metric={self.metrics[0]!r} needs the gradient of the whole update: use "
-                "source='global'"
+                "source='update'"
             )
         refuse(self.features())
 
@@ -88,7 +88,7 @@ class Settings:
     @property
     def by_probe(self) -> bool:
         """Whether |G|² of an update of one micro-batch on one process comes from the probes."""
-        return self.source == "auto" and not self.metrics and not self.by_gradients
+        return not self.metrics and not self.by_gradients
 
     @property
     def by_gradients(self) -> bool:
@@ -99,11 +99,6 @@ class Settings:
     def metrics(self) -> tuple[str, ...]:
         """The metrics beside the Euclidean one, whose noise is that of micro-batches."""
         return (*(("adam",) if self.optimizer is not None else ()), *self.dual)
-
-    @property
-    def takes_norm(self) -> bool:
-        """Whether ``update(grad_norm=...)`` may take the place of the gradients."""
-        return not self.metrics
 
     @property
     def sides(self) -> dict[str, bool]:

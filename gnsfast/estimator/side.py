@@ -75,10 +75,8 @@ class Side:
     def passed(self) -> Any:
         """What the pass has left, after ``stop``."""
 
-    def finish(self, passes: list[Pass], by_probe: bool, loss_scale: Tensor | None) -> Any:
-        """What an update of ``passes`` has left. ``.grad`` has the factor ``loss_scale``;
-        ``by_probe``: nothing is read from it.
-        """
+    def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> Any:
+        """What an update of ``passes`` has left. ``.grad`` has the factor ``loss_scale``."""
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
         """This process's share of the numbers, float64 [width], from what was left: ``left`` of the
@@ -87,7 +85,7 @@ class Side:
         return torch.zeros(0, dtype=torch.float64, device=device)
 
     def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:
-        """Its fields of ``NoiseScale``, from the numbers [U, width] of the window."""
+        """Its fields of ``NoiseScale``, from its numbers [U, width] in those of the ``Window``."""
         return {}
 
     def leave_out(self, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 """The factors by which losses, scalers and parallel training multiply gradients.
 
 A norm means nothing without its factor. The per-sample norms have the factor of the *local*
-backward pass, and ``.grad`` at ``update()`` has that of the *final* gradient.
+backward pass, and ``.grad`` at the end of an update has that of the *final* gradient.
 
 ====================================  =======================  ================================
 who                                   per-sample norms (p)     ``.grad``, read for q
@@ -19,8 +19,8 @@ tensor parallel processes             1: each has the whole    1: their shards a
 ``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
 ====================================  =======================  ================================
 
-All of them enter squared. ``update()`` sees that ``.grad`` was written to, so it refuses any other
-factor (a clipped gradient, a manual division).
+All of them enter squared. ``.grad`` is read at the end of the block of an update, before anybody
+can clip it.
 """
 
 import functools
@@ -157,21 +157,9 @@ def unscaled(scaler: GradScaler | None) -> bool:
     if len(done) > 1:
         raise ObservationError(
             "the grad_scaler has unscaled the gradients of one optimizer, but not of another: call "
-            "gns.update() before scaler.unscale_(optimizer)"
+            "scaler.unscale_(optimizer) after the gns.update() block"
         )
     return done == {True}
-
-
-@functools.cache
-def unscale_writes(device: torch.device) -> int:
-    """The writes of ``unscale_`` to a gradient on ``device``, as its version counts them: 1 or 2.
-
-    Any further writes come from other code.
-    """
-    t, one = torch.zeros(1, device=device), torch.ones(1, device=device)
-    before = t._version
-    torch._amp_foreach_non_finite_check_and_unscale_([t], torch.zeros(1, device=device), one)
-    return t._version - before
 
 
 def check_factors(

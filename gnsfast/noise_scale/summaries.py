@@ -4,7 +4,6 @@
 import torch
 from torch import Tensor
 
-from gnsfast.errors import ObservationError
 from gnsfast.noise_scale import loss_factors, statistics
 from gnsfast.noise_scale.loss_factors import Coefficients
 from gnsfast.noise_scale.present import present
@@ -22,7 +21,6 @@ from gnsfast.noise_scale.result import (
 def summarize(
     p: Tensor,
     q: Tensor,
-    whole_q: Tensor,
     scalars: Tensor,
     local: bool,
     modules: list[str],
@@ -35,26 +33,13 @@ def summarize(
 
     Args:
         p, q: [U, K], oldest update first, for K units.
-        whole_q: [U], q of all units together.
         scalars: [U, SCALARS], which determine the weights of the samples.
         modules: the module path of each unit.
-
-    Raises:
-        ObservationError: where q is larger than the sum of any samples with these norms can be.
     """
-    usable, of, weights = usable_updates(torch.cat([p, whole_q[:, None]], 1), scalars, local, decay)
-    p, q, whole_q = p[usable], q[usable], whole_q[usable]
-    whole = p.sum(1, keepdim=True), whole_q[:, None]
+    usable, of, weights = usable_updates(torch.cat([p, q], 1), scalars, local, decay)
+    p, q = p[usable], q[usable]
+    whole = p.sum(1, keepdim=True), q.sum(1, keepdim=True)
     trace, grad_sqnorm = estimates(*whole, of)
-    # By Cauchy-Schwarz, tr Σ of an update is not negative where its samples have equal weights.
-    equal = (of.v - of.samples * of.u2).abs() <= 1e-9 * of.v
-    if bool((equal & (trace[:, 0] * of.weight < -1e-3 * p.sum(1))).any()):
-        raise ObservationError(
-            "the gradient of an update is larger than the norms of its samples allow, so the two "
-            "do not belong together. If you pass update(grad_norm=...), pass the 2-norm of exactly "
-            "these gradients. If a gradient scaler scales the loss, pass "
-            "GradientNoiseScale(model, grad_scaler=scaler)"
-        )
     per_module: dict[str, ModuleNoiseScale] = {}
     total, now = NOT_MEASURED, NO_ESTIMATE
     if len(p):
@@ -62,12 +47,11 @@ def summarize(
         if total.lower > 0:
             ages = len(usable) - 1.0 - usable.nonzero()[:, 0]
             now = Estimate(*present(trace[:, 0], grad_sqnorm[:, 0], weights, ages.double()))
-        if q.isfinite().all():
-            paths = list(dict.fromkeys(modules))
-            members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
-            for k, path in enumerate(modules):
-                members[k, paths.index(path)] = 1.0
-            per_module = dict(zip(paths, _noise_scales(p @ members, q @ members, of, weights)))
+        paths = list(dict.fromkeys(modules))
+        members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
+        for k, path in enumerate(modules):
+            members[k, paths.index(path)] = 1.0
+        per_module = dict(zip(paths, _noise_scales(p @ members, q @ members, of, weights)))
     return NoiseScale(
         **vars(total),
         drift=len(p) > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights),

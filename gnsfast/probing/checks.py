@@ -2,49 +2,13 @@
 """Checks for everything that would silently make a norm wrong, and their error messages."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import EXCLUDED, Followed, unfollowed
-
-BETWEEN = (
-    "Gradients were changed between two micro-batches of an update, by another backward pass, "
-    "clipping, or zero_grad without gns.update(). Put each backward pass of an update into its own "
-    "gns.microbatch(...) block, and call zero_grad after gns.update() only."
-)
-
-
-Mark = tuple[int, int] | None
-"""A value that changes whenever a gradient is written to."""
-
-
-def mark(p: Tensor) -> Mark:
-    """The mark of ``p.grad``."""
-    return marks((p,))[0]
-
-
-def marks(parameters: Iterable[Tensor]) -> list[Mark]:
-    """The ``mark`` of each of ``parameters``."""
-    found: list[Mark] = []
-    with unfollowed():
-        for p in parameters:
-            grad: Any = p.grad
-            if grad is None:
-                found.append(None)
-                continue
-            version = grad._version
-            # Some writes to a DTensor change its own version, others that of its local tensor.
-            # Clipping changes neither.
-            if (
-                type(grad) is not Tensor
-                and (local := getattr(grad, "_local_tensor", None)) is not None
-            ):
-                version += local._version
-            found.append((id(grad), version))
-    return found
+from gnsfast.following import EXCLUDED, Followed
 
 
 def explain_calls(name: str, calls: float) -> str:
@@ -131,6 +95,8 @@ def explain_sums(
     tolerance = 3e-2 if p.dtype.itemsize < 4 or is_half else 1e-3
     if not math.isfinite(real + ours + samples + model):
         return None
+    if not ours and real > 1e-10 * model:
+        return explain_unseen(name)
     if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples + 1e-10 * model:
         return None
     return (
@@ -139,12 +105,6 @@ def explain_sums(
         f"on the weights, so its norms would be wrong. {leave_out(name)}"
     )
 
-
-FLAGS = "written", "stale", "another", "padded", "empty", "apart", "norms"
-"""What may be wrong with updates. Gradients were ``written`` to after backward, or not zero before
-the first micro-batch (``stale``). ``grad_norm`` is ``another`` than that of the probes. Samples
-without tokens have gradients (``padded``), or samples with tokens have none (``empty``). Processes
-have different gradients (``apart``) or different values of ``grad_norm`` (``norms``)."""
 
 MESSAGES = {
     "padded": (
@@ -156,64 +116,46 @@ MESSAGES = {
         "Samples with tokens have no gradient at all, so padding was counted. For each sample "
         "tokens is what the loss counts, which is 0 for padding."
     ),
-    "norms": (
-        "The processes gave different values of grad_norm to gns.update(). Each must give the "
-        "norm of the whole gradient."
-    ),
-    "another": (
-        "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
-        "backward passes. It has another norm_type, leaves parameters out, or was taken after "
-        "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
-        "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
-        "case pass grad_scaler=scaler to GradientNoiseScale."
-    ),
     "apart": (
-        "The processes have different gradients at gns.update(), so nobody has averaged them. "
-        "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
-        "that holds this process alone. If you average gradients by hand, do it before "
-        "gns.update(grad_norm=...), and give the norm of the average. FSDP2 does not average "
-        "its ignored_params: leave them out of fully_shard's ignored_params, freeze them, or "
-        "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
-        "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
+        "The processes have different gradients at the end of gns.update(). Gradients must be "
+        "averaged there by DistributedDataParallel, by fully_shard, or by hand inside the block, "
+        "after the last backward pass. If nobody averages them, or the optimizer does so in its "
+        "step, use GradientNoiseScale(model, source='local'), which reads no gradient. (FSDP2 does "
+        "not average its ignored_params: freeze them, or average each as it arrives, by "
+        "p.register_post_accumulate_grad_hook(lambda p: "
+        "dist.all_reduce(p.grad.div_(dist.get_world_size()))). Processes that train models of "
+        "their own each need a process_group of their own.)"
     ),
     "stale": (
-        "Gradients were not zero before the first micro-batch of an update. Call "
-        "optimizer.zero_grad() between gns.update() and the next micro-batch. After a pass "
-        "that no update should count, such as a dry run, call gns.discard() too."
+        "Gradients were not zero when an update began, so they are not those of its passes. Call "
+        "optimizer.zero_grad() before gns.update()."
+    ),
+    "excess": (
+        "The gradient at the end of an update is larger than those of its micro-batches together. "
+        "Either a backward pass ran in gns.update() but outside of gns.microbatch, or the gradient "
+        "was multiplied inside the block."
     ),
 }
 """What to say of a flag. The first that is raised is the cause of the others."""
 
 
-def explain_flags(found: Sequence[float], takes_norm: bool = True) -> str | None:
-    """What is wrong if one of ``FLAGS`` is not zero, or None. ``takes_norm``: giving ``grad_norm``
-    is a remedy.
-    """
-    raised = {name for name, count in zip(FLAGS, found) if count}
+def refuse_flags(parameters: Iterable[str], flags: Any) -> None:
+    """Raise if the ``Flags`` [1, ...] of all updates show a wrong norm."""
     for name, message in MESSAGES.items():
-        if name in raised:
-            return message
-    return explain_rewritten(takes_norm) if raised else None
+        if getattr(flags, name).any():
+            raise ObservationError(message)
+    of_units = zip(parameters, flags.surplus[0].tolist(), flags.unseen[0].tolist())
+    for name, surplus, unseen in of_units:
+        if surplus != 0:  # NaN too
+            raise ObservationError(explain_calls(name, surplus + 1))
+        if unseen:
+            raise ObservationError(explain_unseen(name))
 
 
 GONE = (
-    "No parameter has a gradient. Call gns.update() before optimizer.zero_grad(). If the optimizer "
-    "runs inside the backward pass, use source='local'."
+    "No parameter has a gradient at the end of gns.update(). Call optimizer.zero_grad() after the "
+    "block. If the optimizer runs inside the backward pass, use source='local'."
 )
-
-
-def explain_rewritten(takes_norm: bool) -> str:
-    """The message that gradients are not those of the backward pass, with the remedy."""
-    why = (
-        "Gradients were changed after the backward pass (by clipping, a division or an "
-        "all_reduce), so their norm has another scale. Call gns.update() before that"
-    )
-    if not takes_norm:
-        return f"{why}."
-    return (
-        f"{why}, or give it the unclipped norm, outside of the micro-batch: "
-        "gns.update(grad_norm=clip_grad_norm_(...))"
-    )
 
 
 def explain_penalty(error: BaseException | None) -> None:

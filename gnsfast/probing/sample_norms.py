@@ -12,7 +12,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
 from gnsfast.probing import checks
-from gnsfast.probing.gradient_watch import Audit, GradientWatch
+from gnsfast.probing.audit import ArrivedNorms, Audit
 from gnsfast.probing.slab import ProbeSlab, calls_of
 from gnsfast.table import Table
 
@@ -131,7 +131,8 @@ class per_sample_sqnorms:
         slab.open(self._slots, self._documents)
         audited = slab.parameters if self._always or not followed.is_audited else {}
         try:
-            self._watch = GradientWatch(slab.parameters, audited)
+            self._arrived = ArrivedNorms(audited)
+            self._without = [name for name, p in slab.parameters.items() if p.grad is None]
         except RuntimeError:
             slab.close()
             raise
@@ -144,7 +145,7 @@ class per_sample_sqnorms:
         where: TracebackType | None,
     ) -> None:
         slab = self._slab
-        self._watch.stop()
+        self._arrived.stop()
         try:
             checks.explain_penalty(error)
             if kind is None:
@@ -158,26 +159,27 @@ class per_sample_sqnorms:
 
     def _check(self) -> None:
         """Raise where a norm would be wrong."""
-        slab, watch, cpu = self._slab, self._watch, torch.device("cpu")
+        slab, cpu = self._slab, torch.device("cpu")
         slab.read()
         none = torch.zeros(0, 3, dtype=torch.float64, device=cpu)
         found = torch.cat([none, *(sums.cpu() for sums in slab.sums())])
         rows_K3 = torch.zeros_like(found).index_copy_(0, slab.order(cpu), found)
         uses = torch.tensor(slab.uses, dtype=torch.float64, device=cpu)
         calls_K = calls_of(rows_K3[:, 2], uses).tolist()
-        for name, calls in zip(slab.parameters, calls_K):
+        for (name, p), calls in zip(slab.parameters.items(), calls_K):
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
-            if not calls and watch.has_arrived(name):
+            if not calls and p.grad is not None and name in self._without:
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)
         if not any(calls_K):
             raise ObservationError(checks.explain_no_backward(slab.followed))
-        if not watch.norms:
+        if not self._arrived.norms:
             return
         # A parameter that is left out by now was watched too.
-        norms = {name: own for name, own in watch.norms.items() if name in slab.parameters}
+        arrived = self._arrived.norms.items()
+        norms = {name: parts for name, parts in arrived if name in slab.parameters}
         audit = Audit([*slab.parameters], cpu)
         audit.add(rows_K3[None, :, :2].mT, [norms])
         if wrong := audit.check(slab.parameters, slab.is_half):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
+from gnsfast.parallel import in_context_parallel
 from gnsfast.table import BatchHook
 
 
@@ -17,7 +18,8 @@ class ProbeSlab:
 
     A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
     the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
-    ``caller`` is the model with the wrappers that the user calls.
+    ``caller`` is the model with the wrappers that the user calls. ``is_split``: the pass ran inside
+    torch's ``context_parallel``.
     """
 
     def __init__(self, caller: nn.Module) -> None:
@@ -25,11 +27,9 @@ class ProbeSlab:
         self.model = unwrapped(caller)
         self.followed = Followed.of(self.model)
         self.refresh()
-        self._at_end: Callable[[], None] | None = None
-        self._at_start: Callable[[], None] | None = None
         self._on_learned: Callable[[], None] | None = None
         self._hook: BatchHook | None = None
-        self.num_samples = 0
+        self.num_samples, self.is_split = 0, False
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -73,9 +73,6 @@ class ProbeSlab:
         """Those that a batch has shown to have no norms since ``refresh``."""
         now = {leaf.name for leaf in self._measured()}
         return [name for name in self.parameters if name not in now]
-
-    def refuse_unseen(self, names: list[str]) -> None:
-        """Raise at the end of a pass if gradients arrived unseen, where that is known so early."""
 
     @property
     def idle(self) -> list[str]:
@@ -162,27 +159,24 @@ class ProbeSlab:
         num_samples: int,
         documents: Documents | None = None,
         facts: Mapping[str, Facts] = {},
-        at_end: Callable[[], None] | None = None,
-        at_start: Callable[[], None] | None = None,
         learned: Callable[[], None] | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
         ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
-        beside the norms. ``at_end`` is called after each backward pass and its averages over
-        processes, ``at_start`` when the first one has reached a probe. ``learned`` is called in
-        place of ``refresh`` when a batch has shown something.
+        beside the norms. ``learned`` is called in place of ``refresh`` when a batch has shown
+        something.
         """
-        self.num_samples = num_samples
+        self.num_samples, self.is_split = num_samples, False
+        self._on_learned = learned
         self._begin(facts, documents)
-        self._at_start, self._at_end, self._on_learned = at_start, at_end, learned
-        self._watch(at_end is not None)
 
     def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
         followed = self.followed
         followed.refuse_batch_statistics()
         self.rows = Rows(())
         followed.open(self.num_samples, facts, documents, self)
+        followed.passes.watch(self)
         if BatchHook.is_needed(followed, self.num_samples, documents):
             where = followed, self._caller, self.num_samples, documents
             self._hook = BatchHook(*where, self.learned)
@@ -191,36 +185,20 @@ class ProbeSlab:
         """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""
         (self._on_learned or self.refresh)()
 
-    def _watch(self, is_wanted: bool) -> None:
-        """Let ``arrives`` be called whenever backward reaches what is measured, or not."""
-        self.followed.passes.watch(self if is_wanted else None)
-
     def arrives(self) -> None:
-        """Call ``at_end`` after this pass. A callback that another callback queues runs after the
-        callbacks in which DDP and FSDP2 finish their gradients.
-        """
-        self._watch(False)  # until this pass has ended
-        if self._at_start is not None:
-            self._at_start()
-            self._at_start = None
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(self._end))
-
-    def _end(self) -> None:
-        if self._at_end is not None:
-            self._watch(True)
-            self._at_end()
+        """Look at what is active while backward runs."""
+        self.is_split |= in_context_parallel()
 
     def close(self) -> None:
         """Make the model what it was."""
-        self._at_start = self._at_end = self._on_learned = None
-        self._watch(False)
+        self._on_learned = None
         self._stop()
 
     def _stop(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        self.followed.passes.watch(None)
         if self.followed.watcher() is self:  # else its block is closed
             self.followed.close()
 

@@ -87,8 +87,9 @@ def test_implementations(name: str, used: str) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_shapes(name: str, B: int, T: int, K: int) -> None:
     block, data = make(name, K), batch(B, T)
-    chooses = K > 1 or name != "gpt_oss"  # else its router gets no gradient
-    assert_block(block, data, B, missing=" " if chooses else "router")
+    if K == 1 and name != "qwen3_moe":  # the one weight is 1: the router has no gradient
+        block.get_submodule("gate" if name == "mixtral" else "router").requires_grad_(False)
+    assert_block(block, data, B)
 
 
 @pytest.mark.parametrize(
