@@ -4,7 +4,7 @@
 import io
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,18 +38,23 @@ def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def one_update(gns: Any, n: Any, **given: Any) -> Iterator[None]:
-    """Of the micro-batch in the block."""
-    with gns.microbatch(n, **given):
+    """Of the pass in the block."""
+    with gns.update(n, **given):
         yield
-    gns.update()
     gns.model.zero_grad()
 
 
-def measured(gns: Any, model: nn.Module) -> None:
-    """A micro-batch of data that is drawn now."""
-    [(x, y)] = draw(1)
-    with gns.microbatch(N):
-        F.cross_entropy(model(x), y).backward()
+def in_updates(data: Sequence[Any], passes: int) -> list[Sequence[Any]]:
+    """Batches in turn, so many for each update."""
+    return [data[k : k + passes] for k in range(0, len(data), passes)]
+
+
+def measured(gns: Any, model: nn.Module, passes: int = 1, n: int = N) -> None:
+    """An update of data that is drawn now."""
+    with gns.update():
+        for x, y in draw(passes, n):
+            with gns.microbatch(n, scale=1 / passes):
+                (F.cross_entropy(model(x), y) / passes).backward()
 
 
 def through_a_file(state: Any) -> Any:
@@ -70,14 +75,14 @@ def every_draw(
     u = counts.double() / counts.sum()
     for drawn in itertools.product(range(len(x_M)), repeat=sum(units)):
         at = 0
-        for b in units:
-            own, of = list(drawn[at : at + b]), slice(at, at + b)
-            tokens = None if lengths is None else counts[of]
-            with gns.microbatch(b, tokens=tokens, scale=u[of].sum().item()):
-                per_sample = (model(x_M[own]) * r_M[own]).sum(1)
-                (per_sample * u[of]).sum().backward()
-            at += b
-        gns.update()
+        with gns.update():
+            for b in units:
+                own, of = list(drawn[at : at + b]), slice(at, at + b)
+                tokens = None if lengths is None else counts[of]
+                with gns.microbatch(b, tokens=tokens, scale=u[of].sum().item()):
+                    per_sample = (model(x_M[own]) * r_M[own]).sum(1)
+                    (per_sample * u[of]).sum().backward()
+                at += b
         model.zero_grad()
     return counts.double()
 

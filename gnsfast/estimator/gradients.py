@@ -97,7 +97,7 @@ def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
     groups = (group for _, group in parameter_groups(model))
     if any(getattr(group, "gradient_divide_factor", None) != factor for group in groups):
         raise ObservationError(
-            "set_gradient_divide_factor was called since the first micro-batch, so old and new "
+            "set_gradient_divide_factor was called since the first update, so old and new "
             "gradients have different scales. Call gns.reset()."
         )
 

@@ -317,6 +317,8 @@ class Observer:
         checks.refuse_flags(self.slab.parameters, flags)
         if wrong := self.audit.check(self.slab.parameters, self.slab.is_half):
             raise ObservationError(wrong)
+        if flags.excess.any():
+            raise ObservationError(checks.EXCESS)
 
 
 SLOTS = 32

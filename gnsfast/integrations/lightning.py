@@ -36,8 +36,8 @@ STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 class GNSMonitor(Measuring, Callback):
     """Measure the noise scale of a ``LightningModule`` as it is.
 
-    Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
-    each forward and backward pass and ``gns.update()`` before clipping. The result is logged every
+    Equals a hand-written loop with ``gns.update()`` around the passes of a step, and
+    ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around each. The result is logged every
     ``log_every_n_steps`` by ``log_dict``, under the names of ``trackers.metrics``. Its measurements
     are part of Lightning's checkpoint, and a resumed run continues bit for bit; any other ``fit()``
     starts afresh.
@@ -103,7 +103,7 @@ class GNSMonitor(Measuring, Callback):
         loss_reduction: str = "mean",
         per_module: bool = False,
         tracker: Tracker | None = None,
-        source: str = "auto",
+        source: str = "update",
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
@@ -119,7 +119,7 @@ class GNSMonitor(Measuring, Callback):
         self.batch_size, self.tokens = batch_size, tokens
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
-        self._partial = self._given_up = self._updated = False
+        self._given_up = self._updated = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         _refuse(trainer, pl_module)
@@ -134,7 +134,7 @@ class GNSMonitor(Measuring, Callback):
         run, others = RunIdentity.of(pl_module, own), trainer.callbacks
         self._flags.check_run(run, others, log=trainer.is_global_zero)
         self._start(pl_module, own, getattr(trainer.precision_plugin, "scaler", None))
-        self._block, self._partial, self._given_up = None, False, False
+        self._block, self._given_up = None, False
         saved, self._saved = self._saved, None
         if saved is not None:
             self._load(saved)
@@ -147,7 +147,7 @@ class GNSMonitor(Measuring, Callback):
         self._look(batch)
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
-            if self._partial:  # an on_train_batch_start ended the last epoch early by -1
+            if self._update is not None:  # an on_train_batch_start ended the last epoch early by -1
                 self._give_up()
             self._given_up = False
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
@@ -157,9 +157,10 @@ class GNSMonitor(Measuring, Callback):
         self._learn(trainer, pl_module, batch, batch_idx, n)
         tokens = None if self.tokens is None else self.tokens(batch)
         told = dict(tokens=tokens, scale=1 / accumulated, ids=self._ids_of(batch))
+        self._begin_update()
         block = self.gns.microbatch(n, **told)
         block.__enter__()
-        self._block, self._partial = block, True
+        self._block = block
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         block, self._block = self._block, None
@@ -176,8 +177,8 @@ class GNSMonitor(Measuring, Callback):
         if self._block is not None:  # training_step returned None
             self._give_up()
         if not self._given_up:
-            self.gns.update()
-            self._partial, self._updated = False, True
+            self._end_update()
+            self._updated = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -190,7 +191,7 @@ class GNSMonitor(Measuring, Callback):
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self.gns is not None and self._partial:
+        if self._update is not None:
             self._give_up()
         if isinstance(exception, SampleShapeError) and self.batch_size is None:
             exception.args = (
@@ -204,7 +205,7 @@ class GNSMonitor(Measuring, Callback):
         """
         if self.gns is None:
             return self._saved or {}
-        if self._partial:
+        if self._update is not None:
             self._give_up()
         return self._state()
 
@@ -218,7 +219,8 @@ class GNSMonitor(Measuring, Callback):
         block, self._block = self._block, None
         if block is not None:
             block.__exit__(None, None, None)
-        self._partial, self._given_up = False, True
+        self._end_update()
+        self._given_up = True
 
     def _learn(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, n: int) -> None:
         """Learn the table of the module from its first batch of ``n`` samples."""
@@ -317,8 +319,7 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     elif not pl_module.automatic_optimization:
         reason = (
             "manual optimization: make a gns = gnsfast.GradientNoiseScale(model) instead. In "
-            "training_step, put gns.microbatch(n) around forward and manual_backward, and call "
-            "gns.update() before clipping"
+            "training_step, put gns.update(n) around forward and manual_backward"
         )
     elif any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         reason = (

@@ -6,6 +6,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,7 @@ class Measuring:
         self._options, self._flags = options, Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
+        self._update: AbstractContextManager[None] | None = None  # under way
         self._unseen = True  # the first batch
         self._listed = 0  # updates whose largest samples the tracker has
 
@@ -138,8 +140,22 @@ class Measuring:
     def _start(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> Any:
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, optimizer)}
         self.gns = GradientNoiseScale(model, grad_scaler=scaler, **self._options, **measured)
+        self._update = None
         self._unseen, self._listed = True, 0
         return self.gns
+
+    def _begin_update(self) -> None:
+        """Begin an update, unless one is under way."""
+        assert self.gns is not None
+        if self._update is None:
+            self._update = self.gns.update()
+            self._update.__enter__()
+
+    def _end_update(self) -> None:
+        """End the update under way, before anybody clips its gradients."""
+        update, self._update = self._update, None
+        assert update is not None
+        update.__exit__(None, None, None)
 
     def _load(self, state: dict[str, Any]) -> None:
         """Continue the measurements of a checkpoint, which says whose largest samples its run has

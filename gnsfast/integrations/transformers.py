@@ -49,8 +49,8 @@ FILE = "gnsfast.pt"
 class GNSCallback(Measuring, TrainerCallback):
     """Measure the noise scale of ``Trainer(model=model, callbacks=[this])``.
 
-    Equals a hand-written loop with a ``gns.microbatch(n, tokens=counts, scale=...)`` around each
-    forward and backward pass and a ``gns.update()`` before clipping. The result is added to
+    Equals a hand-written loop with ``gns.update()`` around the passes of a step, and
+    ``gns.microbatch(n, tokens=counts, scale=...)`` around each. The result is added to
     Trainer's own logs every ``logging_steps``, under the names of ``trackers.metrics``, and so
     reaches its reporters and ``state.log_history``; ``compute()`` returns it at any time. The
     measurements are saved in the checkpoint, as ``gnsfast.pt``, and a resumed run continues bit for
@@ -119,7 +119,7 @@ class GNSCallback(Measuring, TrainerCallback):
         loss: str = "auto",
         per_module: bool = False,
         tracker: Tracker | None = None,
-        source: str = "auto",
+        source: str = "update",
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
@@ -218,6 +218,7 @@ class GNSCallback(Measuring, TrainerCallback):
         this = self._pass = _Pass(n, unknown[:n], unknown[n], starts)
         self._saver.midway = True
         told = dict(tokens=None if samples else this.counts_B, scale=this.scale)
+        self._begin_update()
         with self.gns.microbatch(n, cu_seqlens=starts, ids=ids, **told):
             try:
                 loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
@@ -230,7 +231,7 @@ class GNSCallback(Measuring, TrainerCallback):
                     "call each once. For another Trainer, use gnsfast.GradientNoiseScale"
                 )
         if self._trainer.accelerator.sync_gradients:
-            self.gns.update()
+            self._end_update()
             self._saver.midway = False
         return loss
 

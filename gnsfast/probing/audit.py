@@ -50,19 +50,24 @@ def _arriving(
 
 
 class ArrivedNorms:
-    """The 2-norms of the gradients that arrive at ``parameters`` in a pass, by name. Those of
-    sharded parameters and of ones with a user's hook, which may change them, are not there.
+    """The 2-norms of the gradients that arrive at ``parameters`` in a pass, by name, or without
+    ``is_read`` only which of them got one. Those of sharded parameters and of ones with a user's
+    hook, which may change them, are not there.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], is_read: bool = True) -> None:
         plain = {
             name: p for name, p in parameters.items() if not (is_dtensor(p) or p._backward_hooks)
         }
-        self.norms: dict[str, list[Tensor]] = {name: [] for name in plain}
+        self.names, self._is_read = set[str](), is_read
+        self.norms: dict[str, list[Tensor]] = {name: [] for name in plain if is_read}
         self._arrivals = Arrivals(plain, self._add)
         self._arrivals.start()
 
     def _add(self, name: str, grad: Tensor) -> None:
+        self.names.add(name)
+        if not self._is_read:
+            return
         grad = grad.coalesce().values() if grad.is_sparse else grad
         self.norms[name].append(norm_on_gpu(grad) if grad.is_cuda else norm_on_cpu(grad))
 
@@ -125,7 +130,8 @@ class Audit:
 
     def check(self, parameters: Mapping[str, Tensor], is_half: bool) -> str | None:
         """The message for a wrong norm, or None. It waits for the device."""
-        for name, sums in zip(self.names, self._worst.T.tolist()):
+        for name, (ours, real, samples, whole) in zip(self.names, self._worst.T.tolist()):
+            sums = ours, real, samples, whole
             wrong = checks.explain_sums(parameters[name], name, *sums, is_half)
             if wrong is not None:
                 return wrong

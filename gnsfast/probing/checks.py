@@ -130,17 +130,20 @@ MESSAGES = {
         "Gradients were not zero when an update began, so they are not those of its passes. Call "
         "optimizer.zero_grad() before gns.update()."
     ),
-    "excess": (
-        "The gradient at the end of an update is larger than those of its micro-batches together. "
-        "Either a backward pass ran in gns.update() but outside of gns.microbatch, or the gradient "
-        "was multiplied inside the block."
-    ),
 }
 """What to say of a flag. The first that is raised is the cause of the others."""
 
 
+EXCESS = (
+    "The gradient at the end of an update is larger than those of its micro-batches together. "
+    "Either a backward pass ran in gns.update() but outside of gns.microbatch, or the gradient "
+    "was multiplied inside the block."
+)
+"""What to say where no parameter is known to be the cause."""
+
+
 def refuse_flags(parameters: Iterable[str], flags: Any) -> None:
-    """Raise if the ``Flags`` [1, ...] of all updates show a wrong norm."""
+    """Raise if the ``Flags`` [1, ...] of all updates show a wrong norm, by their cause."""
     for name, message in MESSAGES.items():
         if getattr(flags, name).any():
             raise ObservationError(message)

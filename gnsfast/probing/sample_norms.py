@@ -129,10 +129,9 @@ class per_sample_sqnorms:
         slab, followed = self._slab, self._slab.followed
         self._norms = SampleNorms()
         slab.open(self._slots, self._documents)
-        audited = slab.parameters if self._always or not followed.is_audited else {}
+        is_audited = self._always or not followed.is_audited
         try:
-            self._arrived = ArrivedNorms(audited)
-            self._without = [name for name, p in slab.parameters.items() if p.grad is None]
+            self._arrived = ArrivedNorms(slab.parameters, is_audited)
         except RuntimeError:
             slab.close()
             raise
@@ -166,10 +165,10 @@ class per_sample_sqnorms:
         rows_K3 = torch.zeros_like(found).index_copy_(0, slab.order(cpu), found)
         uses = torch.tensor(slab.uses, dtype=torch.float64, device=cpu)
         calls_K = calls_of(rows_K3[:, 2], uses).tolist()
-        for (name, p), calls in zip(slab.parameters.items(), calls_K):
+        for name, calls in zip(slab.parameters, calls_K):
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
-            if not calls and p.grad is not None and name in self._without:
+            if not calls and name in self._arrived.names:
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)

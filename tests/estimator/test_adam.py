@@ -52,11 +52,11 @@ def run(
     scaler: torch.amp.GradScaler | None = None,
 ) -> gnsfast.AdamNoiseScale:
     for batches in updates:
-        for x, y in batches:
-            with gns.microbatch(len(x), scale=1 / len(batches)):
-                loss = F.cross_entropy(model(x), y) / len(batches)
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        gns.update()
+        with gns.update():
+            for x, y in batches:
+                with gns.microbatch(len(x), scale=1 / len(batches)):
+                    loss = F.cross_entropy(model(x), y) / len(batches)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
         model.zero_grad()
     found = gns.compute().adam
     assert found is not None or gns._settings.optimizer is None
@@ -127,12 +127,12 @@ def test_grad_scaler(unscale: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler, metric="adam", optimizer=optimizer)
     for batches in updates:
-        for x, y in batches:
-            with gns.microbatch(N, scale=0.5):
-                scaler.scale(F.cross_entropy(model(x), y) / 2).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        gns.update()
+        with gns.update():
+            for x, y in batches:
+                with gns.microbatch(N, scale=0.5):
+                    scaler.scale(F.cross_entropy(model(x), y) / 2).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
         scaler._per_optimizer_states.clear()  # no step: weights and P stay
         optimizer.zero_grad()
     assert gns.compute().adam is not None
@@ -172,10 +172,10 @@ def train(
     updates: Updates,
 ) -> None:
     for batches in updates:
-        for x, y in batches:
-            with gns.microbatch(len(x), scale=1 / len(batches)):
-                (F.cross_entropy(model(x), y) / len(batches)).backward()
-        gns.update()
+        with gns.update():
+            for x, y in batches:
+                with gns.microbatch(len(x), scale=1 / len(batches)):
+                    (F.cross_entropy(model(x), y) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -223,10 +223,10 @@ def test_a_parameter_that_comes_later() -> None:
     gns = gnsfast.GradientNoiseScale(model, table, metric="adam", optimizer=optimizer)
     counts = []
     for used in ("a", "a", "ab", "ab"):
-        for x, y in draw(2):
-            with gns.microbatch(N, scale=0.5):
-                (F.cross_entropy(sum(model[name](x) for name in used), y) / 2).backward()
-        gns.update()
+        with gns.update():
+            for x, y in draw(2):
+                with gns.microbatch(N, scale=0.5):
+                    (F.cross_entropy(sum(model[name](x) for name in used), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
         counts.append(gns.compute().adam.updates)
@@ -309,10 +309,10 @@ def test_nothing_waits_for_the_device() -> None:
     gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     learn(model)
     with NoWaiting():
-        for x, y in draw(4):
-            with gns.microbatch(N):
-                F.cross_entropy(model(x), y).backward()
-        gns.update()
+        with gns.update():
+            for x, y in draw(4):
+                with gns.microbatch(N):
+                    F.cross_entropy(model(x), y).backward()
 
 
 def test_a_long_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

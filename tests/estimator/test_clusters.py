@@ -148,13 +148,13 @@ def measure(
 ) -> gnsfast.NoiseScale:
     gns = gnsfast.GradientNoiseScale(model, **settings)
     for passes in updates:
-        for ids, labels, given in passes:
-            n = len(ids)
-            share = n if settings.get("loss_reduction") == "sum" else 1.0
-            asked = {"clusters": given} if clusters else {}
-            with gns.microbatch(n, scale=1 / len(passes), **asked):
-                (share * loss_of(model, ids, labels) / len(passes)).backward()
-        gns.update()
+        with gns.update():
+            for ids, labels, given in passes:
+                n = len(ids)
+                share = n if settings.get("loss_reduction") == "sum" else 1.0
+                asked = {"clusters": given} if clusters else {}
+                with gns.microbatch(n, scale=1 / len(passes), **asked):
+                    (share * loss_of(model, ids, labels) / len(passes)).backward()
         model.zero_grad()
     return gns.compute()
 
@@ -165,11 +165,10 @@ def of(result: gnsfast.NoiseScale) -> gnsfast.ClusterNoiseScale:
 
 
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
-@pytest.mark.parametrize("source", ["auto", "global"])
-def test_consecutive_samples(source: str, loss_reduction: str) -> None:
+def test_consecutive_samples(loss_reduction: str) -> None:
     """What else is measured stays what it is, and so do the gradients."""
     model, updates = make(), sizes()
-    settings = {"source": source, "loss_reduction": loss_reduction}
+    settings = {"loss_reduction": loss_reduction}
     result = measure(model, updates, **settings)
     found = of(result)
     scale = 12**2 if loss_reduction == "sum" else 1  # only ratios do not depend on it
@@ -270,7 +269,7 @@ def test_packed_documents(kind: str) -> None:
     called = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
     n, single = len(documents.LENGTHS), []
     tokens = torch.tensor(documents.LENGTHS)
-    gns = gnsfast.GradientNoiseScale(model, source="global")
+    gns = gnsfast.GradientNoiseScale(model, source="update")
     for _ in range(6):
         batch = documents.draw()
         starts = gnsfast.cu_seqlens(batch[1])
@@ -310,9 +309,8 @@ def test_resumed() -> None:
             first.load_state_dict(state)
     assert of(whole.compute()) == of(first.compute())
     first.reset()  # the next micro-batch decides anew
-    with first.microbatch(12):
+    with first.update(12):
         loss_of(model, *updates[0][0][:2]).backward()
-    first.update()
     assert first.compute().clusters is None
 
 
@@ -328,9 +326,8 @@ def test_said_and_logged() -> None:
     assert logged["gns/clusters_correlation"] == found.correlation.value
     assert logged["gns/clusters_worth_hi"] == found.worth.upper
     gns = gnsfast.GradientNoiseScale(model)
-    with gns.microbatch(12, clusters=[0] * 12):  # one cluster says nothing of itself
+    with gns.update(12, clusters=[0] * 12):  # one cluster says nothing of itself
         loss_of(model, *updates[0][0][:2]).backward()
-    gns.update()
     nothing = gns.compute()
     assert "clusters: noise scale not measured yet: an update needs two" in str(nothing)
     assert not any("clusters" in name for name in metrics(nothing))
@@ -388,16 +385,14 @@ def two_processes(rank: int) -> None:
                 loss_of(each, ids, labels).backward()
         expected.check(of(gns.compute()))
     parts = gnsfast.GradientNoiseScale(model)
-    with parts.microbatch(6, clusters=[rank, rank, rank, 5, 5, 5]):
-        loss_of(model, *updates[0][rank][:2]).backward()
     with pytest.raises(gnsfast.ObservationError, match="cluster 5 are in the batches of two"):
-        parts.update()
+        with parts.update(6, clusters=[rank, rank, rank, 5, 5, 5]):
+            loss_of(model, *updates[0][rank][:2]).backward()
     model.zero_grad()
     one = gnsfast.GradientNoiseScale(model)
-    with one.microbatch(6, **({"clusters": 3} if rank else {})):
-        loss_of(model, *updates[0][rank][:2]).backward()
     with pytest.raises(gnsfast.ObservationError, match="Some processes gave"):
-        one.update()
+        with one.update(6, **({"clusters": 3} if rank else {})):
+            loss_of(model, *updates[0][rank][:2]).backward()
 
 
 @pytest.mark.dist
@@ -420,34 +415,34 @@ class TestErrors:
         model, updates = make(), sizes(1)
         gns = gnsfast.GradientNoiseScale(model)
         with pytest.raises(ValueError, match=message):
-            with gns.microbatch(12, clusters=clusters):
+            with gns.update(12, clusters=clusters):
                 pass
-        with gns.microbatch(12, clusters=3):  # the refused block has left nothing open
+        with gns.update(12, clusters=3):  # the refused block has left nothing open
             loss_of(model, *updates[0][0][:2]).backward()
 
     def test_not_in_each_micro_batch(self) -> None:
         model, updates = make(), sizes(1)
         for first, second in [({"clusters": 3}, {}), ({}, {"clusters": 3})]:
             gns, [(ids, labels, _)] = gnsfast.GradientNoiseScale(model), updates[0]
-            with gns.microbatch(12, **first):
+            with gns.update(12, **first):
                 loss_of(model, ids, labels).backward()
             with pytest.raises(ValueError, match=r"call gns.reset\(\) to begin anew"):
-                with gns.microbatch(12, **second):
+                with gns.update(12, **second):
                     pass
             model.zero_grad()
 
     def test_a_cluster_in_two_micro_batches(self) -> None:
         model, updates = make(), sizes(2, 6, [1, 1, 1, 2, 2, 2])
         gns = gnsfast.GradientNoiseScale(model)
-        for k, [(ids, labels, clusters)] in enumerate(updates):  # of two updates they may be
-            with gns.microbatch(6, clusters=clusters):
+        for [(ids, labels, clusters)] in updates:  # of two updates they may be
+            with gns.update(6, clusters=clusters):
                 loss_of(model, ids, labels).backward()
-            if not k:
-                gns.update()
-                model.zero_grad()
-        with pytest.raises(ValueError, match="cluster 2 are in two micro-batches"):
-            with gns.microbatch(6, clusters=[3, 3, 3, 2, 2, 2]):
-                pass
+            model.zero_grad()
+        with pytest.raises(ValueError, match="cluster 1 are in two micro-batches"):
+            with gns.update():
+                for [(ids, labels, clusters)] in updates:
+                    with gns.microbatch(6, clusters=clusters):
+                        loss_of(model, ids, labels).backward()
 
     def test_what_does_not_go_together(self) -> None:
         model = make()
@@ -458,11 +453,11 @@ class TestErrors:
         for settings, kind, message in others:
             gns = gnsfast.GradientNoiseScale(model, **settings)
             with pytest.raises(kind, match=message):
-                with gns.microbatch(4, clusters=2):
+                with gns.update(4, clusters=2):
                     pass
 
     def test_tokens_in_total(self) -> None:
         gns = gnsfast.GradientNoiseScale(make())
         with pytest.raises(ValueError, match="With clusters, tokens must be a tensor"):
-            with gns.microbatch(4, clusters=2, tokens=20):
+            with gns.update(4, clusters=2, tokens=20):
                 pass

@@ -59,11 +59,11 @@ def check(samples: int, layers: int, updates: int) -> None:
     exact = truth(model, data)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"], window=updates)
     for _ in range(updates):
-        for _ in range(K):
-            with gns.microbatch(N // K, scale=1 / K):
-                own = data[torch.randint(samples, (N // K,))]
-                (tiny_gpt.loss_of(model, own) / K).backward()
-        gns.update()
+        with gns.update():
+            for _ in range(K):
+                with gns.microbatch(N // K, scale=1 / K):
+                    own = data[torch.randint(samples, (N // K,))]
+                    (tiny_gpt.loss_of(model, own) / K).backward()
         model.zero_grad()
     found = gns.compute()
     for metric, (sigma, norm) in exact.items():

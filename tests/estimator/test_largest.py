@@ -42,14 +42,14 @@ def test_agrees_with_single_samples(scaled: bool) -> None:
     for update in range(3):
         model.zero_grad()
         all_: list[float] = []
-        for a in range(2):
-            x = torch.randn(B, D)
-            x[update] *= 9
-            all_ += sum(norms_of(model, x, 0.5 / B).values()).tolist()  # type: ignore[union-attr]
-            with gns.microbatch(B, ids=names[a * B : (a + 1) * B], scale=0.5):
-                loss = 0.5 * mean_loss(model, x)
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        gns.update()
+        with gns.update():
+            for a in range(2):
+                x = torch.randn(B, D)
+                x[update] *= 9
+                all_ += sum(norms_of(model, x, 0.5 / B).values()).tolist()  # type: ignore[union-attr]
+                with gns.microbatch(B, ids=names[a * B : (a + 1) * B], scale=0.5):
+                    loss = 0.5 * mean_loss(model, x)
+                    (loss if scaler is None else scaler.scale(loss)).backward()
         median = sorted(all_)[(len(all_) - 1) // 2]
         order = sorted(range(2 * B), key=lambda k: -all_[k])[:KEPT]
         own = [(all_[k] / sum(all_), names[k], update, all_[k], all_[k] / median) for k in order]
@@ -70,9 +70,8 @@ def test_parameters_in_which_a_sample_stands_out() -> None:
     x[2] *= 20
     norms = norms_of(model, x, 1 / B)
     gns = gnsfast.GradientNoiseScale(model, keep_largest=1)
-    with gns.microbatch(B):
+    with gns.update(B):
         mean_loss(model, x).backward()
-    gns.update()
     largest = int(sum(norms.values()).argmax())  # type: ignore[union-attr]
     excess = {name: float(own[largest] - own.median()) for name, own in norms.items()}
     [found] = gns.largest()
@@ -84,9 +83,8 @@ def test_parameters_in_which_a_sample_stands_out() -> None:
 def test_ids_of_samples(ids: Any) -> None:
     model, x = model_of(), torch.randn(B, D)
     gns = gnsfast.GradientNoiseScale(model, keep_largest=B)
-    with gns.microbatch(B, ids=ids):
+    with gns.update(B, ids=ids):
         mean_loss(model, x).backward()
-    gns.update()
     assert sorted(one.id for one in gns.largest()) == [*range(10, 10 + B)]
 
 
@@ -115,15 +113,15 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="keep_largest=16"):
         gnsfast.GradientNoiseScale(model).largest()
     with pytest.raises(ValueError, match="keeps none"):
-        with gnsfast.GradientNoiseScale(model).microbatch(B, ids=range(B)):
+        with gnsfast.GradientNoiseScale(model).update(B, ids=range(B)):
             pass
     with pytest.raises(ValueError, match="ids has length 2, but num_samples is 6"):
-        with gnsfast.GradientNoiseScale(model, keep_largest=1).microbatch(B, ids=[0, 1]):
+        with gnsfast.GradientNoiseScale(model, keep_largest=1).update(B, ids=[0, 1]):
             pass
     with pytest.raises(ValueError, match="keep_largest must be a number"):
         gnsfast.GradientNoiseScale(model, keep_largest=-1)
     with pytest.raises(ValueError, match="in order"):
-        with gnsfast.GradientNoiseScale(model, keep_largest=1).microbatch(2, ids={1, 2}):
+        with gnsfast.GradientNoiseScale(model, keep_largest=1).update(2, ids={1, 2}):
             pass
     assert gnsfast.GradientNoiseScale(model, keep_largest=1).largest() == []
 
@@ -148,17 +146,15 @@ def test_updates_without_a_number() -> None:
 def test_ids_that_are_written_to_again() -> None:
     model, names = model_of(), ["a"] * B
     gns = gnsfast.GradientNoiseScale(model, keep_largest=1)
-    with gns.microbatch(B, ids=names):
+    with gns.update(B, ids=names):
         mean_loss(model, torch.randn(B, D)).backward()
-    gns.update()
     names[:] = ["b"] * B
     assert gns.largest()[0].id == "a"
 
 
 def update_of(gns: gnsfast.GradientNoiseScale, x: Tensor, ids: Any) -> None:
-    with gns.microbatch(B, ids=ids):
+    with gns.update(B, ids=ids):
         mean_loss(gns.model, x).backward()
-    gns.update()
     gns.model.zero_grad()
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from adam_cases import Tied
 from dual_norm_cases import assert_numbers, expected, sample_grads
 from made import Made
-from noise_cases import every_draw, one_update
+from noise_cases import every_draw, in_updates, one_update
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,13 +92,13 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 def run(
     model: nn.Module, gns: Any, data: list[Batch], scaler: Any = None, loss: Any = loss_of
 ) -> gnsfast.NoiseScale:
-    for k, batch in enumerate(data, 1):
-        with gns.microbatch(B, scale=1 / K):
-            value = loss(model, batch) / (B * K)
-            (value if scaler is None else scaler.scale(value)).backward()
-        if k % K == 0:
-            gns.update()
-            model.zero_grad()
+    for batches in in_updates(data, K):
+        with gns.update():
+            for batch in batches:
+                with gns.microbatch(B, scale=1 / K):
+                    value = loss(model, batch) / (B * K)
+                    (value if scaler is None else scaler.scale(value)).backward()
+        model.zero_grad()
     return gns.compute()
 
 
@@ -143,14 +143,14 @@ def test_every_layer(route: str) -> None:
     model = cases[0].model
     gns = gnsfast.GradientNoiseScale(model, metric="sign")
     grads: list[list[Tensor]] = []
-    for case in cases:
-        loss = (model(case.x) * case.r).sum() / 3
-        grads.append(
-            [*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
-        )
-        with gns.microbatch(3, scale=0.5):
-            ((model(case.x) * case.r).sum() / 3 / 2).backward()
-    gns.update()
+    with gns.update():
+        for case in cases:
+            loss = (model(case.x) * case.r).sum() / 3
+            grads.append(
+                [*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+            )
+            with gns.microbatch(3, scale=0.5):
+                ((model(case.x) * case.r).sum() / 3 / 2).backward()
     moments = gns.state_dict()["means"]["sign"]["moments"]
     assert {*moments} == {n for n, p in model.named_parameters() if p.requires_grad}
     for moment, one, two in zip(moments.values(), *grads):
@@ -162,12 +162,12 @@ def test_groups() -> None:
     """With a noise scale of each group, which its samples show, beside that of all."""
     model = nn.Linear(6, 3)
     gns = gnsfast.GradientNoiseScale(model, groups=["a", "b"], **BOTH)
-    for k in range(2 * K):
-        with gns.microbatch(4, groups=["a", "b", "b", "a"], scale=1 / K):
-            (model(torch.randn(4, 6)).square().sum(1).mean() / K).backward()
-        if k % K == K - 1:
-            gns.update()
-            model.zero_grad()
+    for _ in range(2):
+        with gns.update():
+            for x in torch.randn(K, 4, 6):
+                with gns.microbatch(4, groups=["a", "b", "b", "a"], scale=1 / K):
+                    (model(x).square().sum(1).mean() / K).backward()
+        model.zero_grad()
     found = gns.compute()
     assert found.sign is not None and found.sign.updates == 1 and {*found.per_group} == {"a", "b"}
 
@@ -237,7 +237,7 @@ def test_a_gradient_in_parts() -> None:
     model = gnsfast.configure(made, exclude=["one"])
     gns = gnsfast.GradientNoiseScale(model, metric="sign")
     with pytest.raises(gnsfast.ObservationError, match="one.weight got its gradient in several"):
-        with gns.microbatch(B):
+        with gns.update(B):
             model(torch.randn(B, 4, requires_grad=True)).sum().backward()
     assert not model.one.weight._backward_hooks
 
@@ -278,21 +278,19 @@ def test_documents_and_totals_of_tokens() -> None:
     results = []
     for block in (dict(tokens=tokens, cu_seqlens=starts), dict(tokens=tokens), dict(tokens=12)):
         gns = gnsfast.GradientNoiseScale(model, **BOTH)
-        for k, x in enumerate(data, 1):
-            rows = x if "cu_seqlens" in block else x.new_zeros(3, 5, 6)
-            for row, own in enumerate(() if "cu_seqlens" in block else x[0].split([3, 5, 4])):
-                rows[row, : len(own)] = own
-            with gns.microbatch(3, **block):
-                real = rows.abs().sum(2) > 0
-                (
-                    F.cross_entropy(
-                        model(rows).flatten(0, 1), real.flatten().long(), reduction="none"
-                    )
-                    * real.flatten()
-                ).sum().div(12).backward()
-            if k % K == 0:
-                gns.update()
-                model.zero_grad()
+        for batches in in_updates(data, K):
+            with gns.update():
+                for x in batches:
+                    rows = x if "cu_seqlens" in block else x.new_zeros(3, 5, 6)
+                    parts = () if "cu_seqlens" in block else x[0].split([3, 5, 4])
+                    for row, part in enumerate(parts):
+                        rows[row, : len(part)] = part
+                    with gns.microbatch(3, **block):
+                        real = (rows.abs().sum(2) > 0).flatten()
+                        logits = model(rows).flatten(0, 1)
+                        losses = F.cross_entropy(logits, real.long(), reduction="none")
+                        (losses * real).sum().div(12).backward()
+            model.zero_grad()
         results.append(gns.compute())
     for each in results[1:]:
         for metric in ("sign", "spectral"):
@@ -304,5 +302,5 @@ def test_documents_and_totals_of_tokens() -> None:
 def test_refusals() -> None:
     lookup = nn.Sequential(nn.Embedding(3, 3))
     with pytest.raises(ValueError, match="No parameter has a spectral noise scale"):
-        with gnsfast.GradientNoiseScale(lookup, **BOTH).microbatch(2):
+        with gnsfast.GradientNoiseScale(lookup, **BOTH).update(2):
             pass

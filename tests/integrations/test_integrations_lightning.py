@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from controller_cases import Lines
+from noise_cases import in_updates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -123,17 +124,15 @@ def by_hand(
     optimizer = module.configure_optimizers()
     table = gnsfast.learn(module, tuple(batches[0]), run=lambda batch: module.model(batch[0]))
     gns = gnsfast.GradientNoiseScale(module, table, metric=metric, window=window)
-    for k, batch in enumerate(batches, 1):
-        counts = None if tokens is None else tokens(batch)
-        with gns.microbatch(len(batch[0]), tokens=counts, scale=1 / accumulated):
-            (module.training_step(batch, 0) / accumulated).backward()
-        if k % accumulated == 0 or k == len(
-            batches
-        ):  # the last update is of one batch, divided by 2 too
-            gns.update()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
-            optimizer.step()
-            optimizer.zero_grad()
+    for passes in in_updates(batches, accumulated):  # the last may be of one, divided by 2 too
+        with gns.update():
+            for batch in passes:
+                counts = None if tokens is None else tokens(batch)
+                with gns.microbatch(len(batch[0]), tokens=counts, scale=1 / accumulated):
+                    (module.training_step(batch, 0) / accumulated).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
     return gns.compute()
 
 

@@ -105,17 +105,19 @@ def by_hand(
     for window in windows[:STEPS]:
         targets = [b["labels"][:, 1:] if causal else b["labels"] for b in window]
         total = sum(int((t != -100).sum()) for t in targets)
-        for batch, target in zip(window, targets):
-            counts = (target != -100).sum(1)
-            scale = {"items": counts.sum() / total, "window": 1 / len(window), "no": 1.0}[divided]
-            with gns.microbatch(len(counts), tokens=counts, scale=float(scale)):
-                outputs = model(input_ids=batch["input_ids"])
-                logits = outputs["logits"][:, :-1] if causal else outputs["logits"]
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing
-                )
-                (loss * scale).backward()
-        gns.update()
+        with gns.update():
+            for batch, target in zip(window, targets):
+                counts = (target != -100).sum(1)
+                scale = {"items": counts.sum() / total, "window": 1 / len(window), "no": 1.0}[
+                    divided
+                ]
+                with gns.microbatch(len(counts), tokens=counts, scale=float(scale)):
+                    outputs = model(input_ids=batch["input_ids"])
+                    logits = outputs["logits"][:, :-1] if causal else outputs["logits"]
+                    loss = F.cross_entropy(
+                        logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing
+                    )
+                    (loss * scale).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
         schedule.step()
@@ -275,11 +277,11 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
         assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)
     model = Classify(False)
     gns = gnsfast.GradientNoiseScale(model)
-    for k in (0, N):  # the first window, before any step
-        batch = hf.default_data_collator(data[k : k + N])
-        with gns.microbatch(N, scale=0.5):
-            (model(**batch)["loss"] / 2).backward()
-    gns.update()
+    with gns.update():
+        for k in (0, N):  # the first window, before any step
+            batch = hf.default_data_collator(data[k : k + N])
+            with gns.microbatch(N, scale=0.5):
+                (model(**batch)["loss"] / 2).backward()
     callback = GNSCallback()
     trainer_of(Classify(False), data, tmp_path, callback, max_steps=1).train()
     assert callback.compute().trace == pytest.approx(gns.compute().trace, rel=1e-5)
@@ -383,7 +385,7 @@ def test_scale_in_a_tensor() -> None:
         results.append(gns.compute())
     assert results[0] == results[1] and results[0].updates == 3
     with pytest.raises(ValueError, match=r"not a tensor of shape \[2\]"):
-        with gns.microbatch(N, scale=torch.ones(2)):
+        with gns.update(N, scale=torch.ones(2)):
             pass
 
 

@@ -52,9 +52,8 @@ def test_two_processes() -> None:
 
 def measure(gns: Any, rank: int, update: int, x: torch.Tensor) -> None:
     own = x[rank * B : (rank + 1) * B]
-    with gns.microbatch(B, ids=[f"{update} {rank * B + b}" for b in range(B)]):
+    with gns.update(B, ids=[f"{update} {rank * B + b}" for b in range(B)]):
         F.cross_entropy(gns.model(own), own[:, :3].argmax(1)).backward()
-    gns.update()
     gns.model.zero_grad()
 
 

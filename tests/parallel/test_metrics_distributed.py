@@ -27,10 +27,10 @@ def measured(rank: int, group: Any, adam: bool, **settings: Any) -> gnsfast.Nois
     for ranks in data:
         # The halves of the samples are the same if the second process' passes come reversed.
         mine = ranks[rank] if group is None else [*ranks[0], *reversed(ranks[1])]
-        for x, y in mine:
-            with gns.microbatch(len(x), scale=1 / len(mine)):
-                (F.cross_entropy(both(x), y) / len(mine)).backward()
-        gns.update()
+        with gns.update():
+            for x, y in mine:
+                with gns.microbatch(len(x), scale=1 / len(mine)):
+                    (F.cross_entropy(both(x), y) / len(mine)).backward()
         if adam:
             optimizer.step()
         optimizer.zero_grad()

@@ -49,12 +49,12 @@ def draw() -> tuple[Tensor, Tensor]:
 
 def measure(gns: Any, model: nn.Module, called: Any, updates: list[list[Any]]) -> Any:
     for mine in updates:
-        for k, (x, y) in enumerate(mine, 1):
-            waits = called is not model and k < len(mine)
-            with called.no_sync() if waits else nullcontext():
-                with gns.microbatch(N, scale=1 / len(mine)):
-                    (F.cross_entropy(called(x), y) / len(mine)).backward()
-        gns.update()
+        with gns.update():
+            for k, (x, y) in enumerate(mine, 1):
+                waits = called is not model and k < len(mine)
+                with called.no_sync() if waits else nullcontext():
+                    with gns.microbatch(N, scale=1 / len(mine)):
+                        (F.cross_entropy(called(x), y) / len(mine)).backward()
         model.zero_grad()
     return gns.compute()
 
@@ -90,7 +90,7 @@ def layouts_are_refused(rank: int) -> None:
     for model, words in ((sharded, r"sharded parameters \(FSDP2\)"), (split, "tensor parallelism")):
         gns = gnsfast.GradientNoiseScale(model, **SETTINGS)
         with pytest.raises(NotImplementedError, match=rf"spectral'\) together with {words}"):
-            with gns.microbatch(4):
+            with gns.update(4):
                 pass
 
 

@@ -49,17 +49,17 @@ def measured(
 ) -> gnsfast.NoiseScale:
     """The micro-batches of each update, one after the other."""
     for batches in updates:
-        for batch in batches:
-            with gns.microbatch(len(batch[0]), scale=1 / len(batches)):
-                (loss(model, batch) / len(batches)).backward()
-        gns.update()
+        with gns.update():
+            for batch in batches:
+                with gns.microbatch(len(batch[0]), scale=1 / len(batches)):
+                    (loss(model, batch) / len(batches)).backward()
         model.zero_grad()
     return gns.compute()
 
 
 def alone(model: nn.Module, **settings: Any) -> gnsfast.GradientNoiseScale:
     group, _ = dist.new_subgroups(group_size=1)
-    return gnsfast.GradientNoiseScale(model, process_group=group, source="global", **settings)
+    return gnsfast.GradientNoiseScale(model, process_group=group, source="update", **settings)
 
 
 class Block(nn.Module):
@@ -169,10 +169,10 @@ def pipelined(
     schedule = ScheduleGPipe(stage, 1, loss_fn=lambda y, labels: F.cross_entropy(y, labels) / 2)
     gns = gnsfast.GradientNoiseScale(model, unit="micro_batch", process_group=replicas)
     for batches in updates:
-        for x, y in batches:
-            with gns.microbatch(len(x), scale=1 / 2):
-                schedule.step(*([x] if rank == 0 else []), target=y)
-        gns.update()
+        with gns.update():
+            for x, y in batches:
+                with gns.microbatch(len(x), scale=1 / 2):
+                    schedule.step(*([x] if rank == 0 else []), target=y)
         model.zero_grad()
     return gns.compute()
 
@@ -207,7 +207,7 @@ def heads_split(rank: int) -> None:
     check(measured(gnsfast.GradientNoiseScale(model), model, text_loss, updates), truth)
     group, _ = dist.new_subgroups(group_size=1)
     with pytest.raises(ValueError, match="all processes that train the model"):
-        with gnsfast.GradientNoiseScale(model, process_group=group).microbatch(N):
+        with gnsfast.GradientNoiseScale(model, process_group=group).update(N):
             pass
 
 

@@ -32,22 +32,18 @@ def pipelines(rank: int) -> None:
         for settings in ({}, {"unit": "micro_batch"}):
             model = nn.Sequential(nn.Linear(8, 8)) if same else layers()[part]
             gns = gnsfast.GradientNoiseScale(model, **settings)
-            with gns.microbatch(N):
-                (model(x).square().sum(1).mean() * (1 + rank)).backward()
-            if same:
-                gns.update()
-                words, ends = "nobody has averaged them", gns.compute
-            else:
-                words, ends = "as the stages of a pipeline do", gns.update
+            words = "must be averaged" if same else "as the stages of a pipeline do"
             with pytest.raises(gnsfast.ObservationError, match=words):
-                ends()
+                with gns.update(N):
+                    (model(x).square().sum(1).mean() * (1 + rank)).backward()
+                gns.compute()
 
     model = layers()
     stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=itself)
     schedule = ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
     gns = gnsfast.GradientNoiseScale(model, unit="micro_batch", process_group=itself)
     with pytest.raises(RuntimeError) as caught:  # that of the schedule
-        with gns.microbatch(N):
+        with gns.update(N):
             schedule.step(x, target=y)
     assert "several parts in one pass" in str(caught.value.__cause__)
 
@@ -83,11 +79,10 @@ def four(rank: int) -> None:
     model[0].weight = nn.Parameter(sharded)
     gns = gnsfast.GradientNoiseScale(model)
     x = torch.randn(N, 8) + mesh["dp"].get_local_rank()
-    with gns.microbatch(N):
+    with gns.update(N):
         whole = distribute_tensor(x, mesh["pp"], [Replicate()])
         model(whole).full_tensor().square().sum().backward()
-    gns.update()
-    with pytest.raises(gnsfast.ObservationError, match="nobody has averaged them"):
+    with pytest.raises(gnsfast.ObservationError, match="must be averaged"):
         gns.compute()
 
     # Experts on a mesh of their own: another number of data-parallel processes.
@@ -97,7 +92,7 @@ def four(rank: int) -> None:
     fully_shard(model[0], mesh=mesh["dp"])
     fully_shard(model[1], mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(NotImplementedError, match="different degrees of model parallelism"):
-        with gnsfast.GradientNoiseScale(model).microbatch(N):
+        with gnsfast.GradientNoiseScale(model).update(N):
             pass
 
 

@@ -76,10 +76,10 @@ def trained(
             with torch.no_grad():
                 loss_of(model, ranks[0])
         passes = ranks if rank is None else ranks[rank : rank + 1]
-        for batch in passes:
-            with gns.microbatch(4, scale=1 / len(passes)):
-                (loss_of(model, batch) / len(passes)).backward()
-        gns.update()
+        with gns.update():
+            for batch in passes:
+                with gns.microbatch(4, scale=1 / len(passes)):
+                    (loss_of(model, batch) / len(passes)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return gns.compute()

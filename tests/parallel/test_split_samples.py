@@ -31,7 +31,7 @@ def layers() -> nn.Module:
 
 def run(gns: gnsfast.GradientNoiseScale, x_NTD: Tensor | None = None) -> None:
     x_NTD = torch.randn(N, T, D) if x_NTD is None else x_NTD
-    with gns.microbatch(N):
+    with gns.update(N):
         gns.model(x_NTD).square().mean().backward()
 
 
@@ -83,7 +83,7 @@ def context(rank: int) -> None:
         with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
             run(gns, x_NTD)
     with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
-        with gns.microbatch(N):
+        with gns.update(N):
             with context_parallel(mesh, buffers=[x_NTD], buffer_seq_dims=[1]):
                 gns.model(x_NTD).square().mean().backward()
     gns.model.zero_grad()

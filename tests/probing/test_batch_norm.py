@@ -29,7 +29,7 @@ def test_refused_until_it_is_frozen() -> None:
     model, x = Net(), torch.randn(B, 5)
     blocks = {
         "norms": lambda: gnsfast.per_sample_sqnorms(model, B),
-        "estimator": lambda: gnsfast.GradientNoiseScale(model).microbatch(B),
+        "estimator": lambda: gnsfast.GradientNoiseScale(model).update(B),
     }
     for block in blocks.values():
         with pytest.raises(
@@ -85,12 +85,11 @@ def test_instance_norm_ties_nothing() -> None:
 def test_the_estimator_goes_on() -> None:
     model, x = Net(), torch.randn(B, 5)
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
-    with pytest.raises(gnsfast.ObservationError, match="bn1"), gns.microbatch(B):
+    with pytest.raises(gnsfast.ObservationError, match="bn1"), gns.update(B):
         pass
     model.bn1.eval()
-    with gns.microbatch(B):
+    with gns.update(B):
         square(model, x).backward()
-    gns.update()
     assert gns.compute().updates == 1
 
 

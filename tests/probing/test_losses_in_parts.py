@@ -89,9 +89,8 @@ def test_the_message_says_what_is_exact(tied: bool) -> None:
     model.zero_grad()
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
     with pytest.raises(gnsfast.ObservationError, match=f"weight: .*{INSTEAD}"):
-        with gns.microbatch(B):
+        with gns.update(B):
             in_parts(model, draw()).backward()
-        gns.update()
         gns.compute()
 
 

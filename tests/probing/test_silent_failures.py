@@ -183,7 +183,7 @@ def test_backward_reaches_only_what_is_left_out(measure: str, why: str) -> None:
     model = Made(lambda s, x, i=0: s.a(x) if i else x.mean(0) * s.w.exp(), **parts)
     gnsfast.configure(model, exclude=["w"] if why == "excluded" else [])
     gns = gnsfast.GradientNoiseScale(model, gnsfast.learn(model, (torch.randn(4, 5), 1)))
-    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.microbatch(4)
+    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.update(4)
     with pytest.raises(ObservationError, match=f"has norms. Of those without norms, w: .*{why}"):
         with block:
             model(torch.randn(4, 5)).sum().backward()
