@@ -165,20 +165,21 @@ class per_sample_sqnorms:
         rows_K3 = torch.zeros_like(found).index_copy_(0, slab.order(cpu), found)
         uses = torch.tensor(slab.uses, dtype=torch.float64, device=cpu)
         calls_K = calls_of(rows_K3[:, 2], uses).tolist()
+        if not slab.leaves:
+            checks.refuse_nothing(slab.followed)
+        arrived = self._arrived.names & slab.parameters.keys()  # by now some may be left out
+        if not any(calls_K) and not any(slab.parameters[name].grad is not None for name in arrived):
+            raise ObservationError(checks.explain_no_backward(slab.followed))
         for name, calls in zip(slab.parameters, calls_K):
             if calls not in (0, 1):
                 raise ObservationError(checks.explain_calls(name, calls))
-            if not calls and name in self._arrived.names:
+            if not calls and name in arrived:
                 raise ObservationError(checks.explain_unseen(name))
-        if not slab.leaves:
-            checks.refuse_nothing(slab.followed)
-        if not any(calls_K):
-            raise ObservationError(checks.explain_no_backward(slab.followed))
         if not self._arrived.norms:
             return
         # A parameter that is left out by now was watched too.
-        arrived = self._arrived.norms.items()
-        norms = {name: parts for name, parts in arrived if name in slab.parameters}
+        read = self._arrived.norms.items()
+        norms = {name: parts for name, parts in read if name in slab.parameters}
         audit = Audit([*slab.parameters], cpu)
         audit.add(rows_K3[None, :, :2].mT, [norms])
         if wrong := audit.check(slab.parameters, slab.is_half):
