@@ -3,8 +3,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.budget import Budget, Pace
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
@@ -47,7 +48,11 @@ class GradientNoiseScale:
         window: the number of newest measured updates that ``compute()`` averages.
         decay: the weight of an update relative to the next newer one. Below 0.82 there is no
             interval.
-        every: measure one update in so many. The others run plain torch.
+        every: measure at most one update in so many. The others run plain torch.
+        budget: the largest share of the time that measuring may take, such as 0.01. The estimator
+            times measured and plain updates, from the end of one to the end of the next, and
+            measures as often as this allows, on all processes alike. At first one update in three
+            is measured, which later ones pay off.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
         process_group: the processes that train this model together, data and model parallel. The
@@ -102,6 +107,7 @@ class GradientNoiseScale:
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
+        budget: float | None = None,
         loss_reduction: str = "mean",
         grad_scaler: GradScaler | None = None,
         process_group: "dist.ProcessGroup | None" = None,
@@ -118,10 +124,9 @@ class GradientNoiseScale:
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
         self.model, self.decay = model, decay
-        self._is_due: bool | None = (
-            None  # whether the update under way is measured, if there is one
-        )
+        self._is_due: bool | None = None  # of the update under way: whether it is measured
         self.window, self.every = integer("window", window), integer("every", every)
+        self.budget = budget
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group),
             **measured(metric, optimizer),
@@ -139,6 +144,7 @@ class GradientNoiseScale:
         self.discard()
         self._observer: Observer | None = None
         self._seen = self._measured = 0
+        self._budget = Budget(self.budget, self.every)
 
     def discard(self) -> None:
         """Forget the update that is under way, from inside its block, the rest of which is plain
@@ -164,7 +170,6 @@ class GradientNoiseScale:
                 observer.settle()
         return observer
 
-    @contextmanager
     def update(
         self,
         num_samples: int | None = None,
@@ -175,7 +180,7 @@ class GradientNoiseScale:
         groups: Sequence[Any] | Tensor | None = None,
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Measure an update: the backward passes of one step of the optimizer.
 
         With ``num_samples`` the block holds one forward and one backward pass, and all arguments
@@ -198,6 +203,8 @@ class GradientNoiseScale:
         ...         with gns.microbatch(16, scale=1 / 4):
         ...             (model(x).square().sum(1).mean() / 4).backward()
         """
+        if self._is_due is None and self._seen < self._budget.next:
+            return _Plain(self)
         of_pass = {
             "tokens": tokens,
             "scale": scale,
@@ -212,39 +219,47 @@ class GradientNoiseScale:
                 f"num_samples. Of several passes, give it to each gns.microbatch(num_samples, "
                 f"{given[0]}=...)."
             )
+        return self._measured_update(num_samples, of_pass)
+
+    @contextmanager
+    def _measured_update(
+        self, num_samples: int | None, of_pass: Mapping[str, Any]
+    ) -> Iterator[None]:
         if self._is_due is not None:
             raise ObservationError(
                 "gns.update() was called inside a gns.update() block. A block is one update: its "
                 "end must come before optimizer.step()."
             )
-        is_due = self._is_due = self._seen % self.every == 0
-        self._passes = None if num_samples is None else 1
+        self._is_due, self._passes, pace = True, None if num_samples is None else 1, None
         try:
             if num_samples is None:
                 yield
             else:
-                with self.microbatch(num_samples, **of_pass):  # type: ignore[arg-type]
+                with self.microbatch(num_samples, **of_pass):
                     yield
             if self._is_due:
-                self._finish()
-            self._seen += self._is_due == is_due  # else it was discarded
+                pace = self._finish()
+                self._budget.end(True)
+                self._budget.decide(self._seen, pace)
+                self._seen += 1
         except BaseException:
             self.discard()
             raise
         finally:
+            if pace is None:
+                self._budget.interrupt()
             self._is_due = None
 
-    def _finish(self) -> None:
-        """End a measured update."""
-        if not self._start().agree():
+    def _finish(self) -> Pace:
+        """End a measured update, and return the pace of all processes."""
+        if not self._start().agree():  # they have joined their tables in place of measuring
             self._observer = None
-            return
+            return Pace()
         observer = self._settle()
         observer.is_settled = True
-        observer.ledger.add(observer.finish())
         self._measured += 1
+        return observer.ledger.add(observer.finish(self._budget.here))
 
-    @contextmanager
     def microbatch(
         self,
         num_samples: int,
@@ -255,7 +270,7 @@ class GradientNoiseScale:
         groups: Sequence[Any] | Tensor | None = None,
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """One of several passes of an update: measure the one forward and one backward pass inside
         the block, which is inside ``with gns.update():``.
 
@@ -287,7 +302,9 @@ class GradientNoiseScale:
             ObservationError: outside of an update, if no backward pass runs in the block, or if
                 ``per_sample_sqnorms`` would raise.
         """
-        num_samples = integer("num_samples", num_samples)
+        if self._is_due is False:
+            return nullcontext()
+        block = Block(integer("num_samples", num_samples), self._seen, groups, ids, clusters)
         loss_factors.check_factors(num_samples, tokens, scale)
         if self._observer is None:  # the first micro-batch decides
             self._settings = replace(self._settings, clusters=clusters is not None)
@@ -297,14 +314,21 @@ class GradientNoiseScale:
                 "gns.microbatch is a pass of an update. Write with gns.update(): around all passes "
                 "of a step, or with gns.update(num_samples): around the only one."
             )
-        if not self._is_due:
-            yield
-            return
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' needs two samples in each micro-batch, because it measures each "
                 "one by itself. With one sample in a micro-batch use source='update'."
             )
+        return self._measured_pass(block, tokens, scale, cu_seqlens)
+
+    @contextmanager
+    def _measured_pass(
+        self,
+        block: Block,
+        tokens: int | Tensor | None,
+        scale: float | Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Iterator[None]:
         observer = self._start()
         if observer.is_open:
             raise ObservationError(
@@ -314,10 +338,10 @@ class GradientNoiseScale:
         try:
             if not observer.midway:
                 observer.begin(self._measured, self._passes)
-            observer.open(Block(num_samples, self._seen, groups, ids, clusters), cu_seqlens)
+            observer.open(block, cu_seqlens)
             yield
             if observer.is_open:  # neither discard() nor reset() was called inside
-                observer.close(num_samples, tokens, scale)
+                observer.close(block.num_samples, tokens, scale)
         except BaseException as error:
             self.discard()
             checks.explain_penalty(error)
@@ -354,6 +378,7 @@ class GradientNoiseScale:
         for side, numbers in sides:
             fields |= side.fields(numbers, window, self.decay)
         fields |= {"covered": slab.covered, "left_out": tuple(slab.left_out)}
+        fields |= {"every": self._budget.gap, "cost": self._budget.cost}
         return replace(result, **fields)
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
@@ -407,6 +432,7 @@ class GradientNoiseScale:
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
+            "budget": self._budget.state(),
             "table": table and json.dumps(table.state_dict()),
             "ring": observer.ledger.ring[:, : observer.saved].clone(),
             "flags": observer.ledger.flags.clone(),
@@ -436,6 +462,7 @@ class GradientNoiseScale:
         self.reset()
         self._observer, self._settings = observer, settings
         self._seen, self._measured = state["seen"], state["measured"]
+        self._budget.load(state["budget"])
         observer.is_settled = self._measured > 0
         ledger, saved = observer.ledger, observer.saved
         ledger.count = self._measured
@@ -444,3 +471,24 @@ class GradientNoiseScale:
         ledger.flags.copy_(state["flags"])
         for side in observer.sides.values():
             side.load(state["means"])
+
+
+class _Plain:
+    """The block of an update that is not measured. It takes as little time as it can."""
+
+    __slots__ = ("_gns",)
+
+    def __init__(self, gns: GradientNoiseScale) -> None:
+        self._gns = gns
+
+    def __enter__(self) -> None:
+        self._gns._is_due = False
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        gns = self._gns
+        gns._is_due = None
+        if kind is None:
+            gns._seen += 1
+            gns._budget.end(False)
+        else:
+            gns._budget.interrupt()

@@ -3,18 +3,24 @@
 arithmetic.
 """
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Update, Window
 
 MOST = 64
 """So many passes may wait for their arithmetic. After that it is done as soon as the device has
 finished them, so a run that never asks for its numbers is not held up."""
+
+
+LAG = 2
+"""Nothing waits for numbers of an update so long ago, and all processes decide by the same ones."""
 
 
 class Ledger:
@@ -28,12 +34,23 @@ class Ledger:
         self._numbers, self._at_once = numbers, numbers.processes.world > 1
         self._waiting: list[Any] = []
         self._passes = 0
+        self._paces = deque[Transfer]()
         self._coming: Transfer | None = None
         self._arrived: list[Any] = []  # on the host
 
-    def add(self, update: Update) -> None:
-        """Add an update. Several processes sum their numbers at this point."""
-        self._waiting.append(self._numbers([update]) if self._at_once else update)
+    def add(self, update: Update) -> Pace:
+        """Add an update, and return the pace of all processes. Several processes sum their numbers
+        at this point, and the pace is that of ``LAG`` updates ago, which has arrived.
+        """
+        pace = update.pace
+        if self._at_once:
+            vectors = self._numbers([update])
+            self._waiting.append(vectors)
+            self._paces.append(Transfer(self._numbers.window.split(vectors[0]).pace))
+            late = self._paces.popleft() if len(self._paces) > LAG else None
+            pace = Pace() if late is None else Pace(*late.result()[0].tolist())
+        else:
+            self._waiting.append(update)
         self._passes += len(update.passes)
         if self._coming is None and self._passes >= MOST:
             self._send()
@@ -41,6 +58,7 @@ class Ledger:
                 self._take()
         elif self._coming is not None and self._coming.arrived():
             self._take()
+        return pace
 
     def settle(self) -> None:
         """Do the arithmetic of all updates. This waits for the device."""

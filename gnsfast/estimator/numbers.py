@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.micro_batch_noise import scalars_of_pass, weights_of_units
 from gnsfast.estimator.records import Columns, Flags, Pass, Share, Update, Window
 from gnsfast.estimator.settings import Settings
@@ -43,7 +44,7 @@ class Numbers:
         self._order = slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
         K, E, S = len(slab.parameters), sum(side.width for side in sides), loss_factors.SCALARS
-        norms = {"p": K, "q": K, "scalars": S, "sides": E}
+        norms = {"p": K, "q": K, "scalars": S, "sides": E, "pace": len(Pace._fields)}
         self.window = Columns(Window, **norms)
         self.flags = Columns(Flags, calls=K, surplus=K, unseen=K)
         replica = 3 * processes.tensor
@@ -66,12 +67,13 @@ class Numbers:
             surplus=share.surplus,
             unseen=((share.calls == 0) & (share.q > 0)).double(),
             stale=share.stale,
+            zeroed=((share.q.sum(1, True) == 0) & (share.reach > 0)).double(),
             excess=(share.q.sum(1, True) > largest).double(),
             padded=share.padded,
             empty=share.empty,
             apart=apart,
         )
-        numbers = Window(share.p, share.q, share.scalars, share.sides)
+        numbers = Window(share.p, share.q, share.scalars, share.sides, share.pace)
         return self.window.joined(numbers), self.flags.joined(flags)
 
     def _share_of(self, updates: list[Update]) -> Share:
@@ -109,6 +111,7 @@ class Numbers:
             q=q,
             scalars=of_updates(torch.stack([self._scalars(each) for each in passes])) / on.tensor,
             sides=sides,
+            pace=p.new_tensor([update.pace for update in updates]) / on.world,
             calls=of_updates(calls_PK),
             surplus=of_updates(surplus),
             stale=stale,

@@ -12,6 +12,7 @@ from gnsfast.combinations import TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
+from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.dual_norms import DualNorm, SpectralNorm
 from gnsfast.estimator.largest import Largest
 from gnsfast.estimator.ledger import Ledger
@@ -280,8 +281,10 @@ class Observer:
         self._arrived.stop()
         self.is_open = False
 
-    def finish(self) -> Update:
-        """The update. Its gradients are read now, before anybody clips or uses them."""
+    def finish(self, pace: Pace) -> Update:
+        """The update, on a process of this ``pace``. Its gradients are read now, before anybody
+        clips or uses them.
+        """
         passes, self._passes = self._passes, None
         if not passes:
             raise ObservationError(
@@ -295,7 +298,7 @@ class Observer:
         done = loss_factors.unscaled(self.settings.grad_scaler)
         loss_scale = None if done else self._loss_scale()
         left = {name: side.finish(passes, loss_scale) for name, side in self.sides.items()}
-        return Update(passes, sqnorms, self._leftover, loss_scale, left)
+        return Update(passes, sqnorms, self._leftover, loss_scale, left, pace)
 
     def _read(self) -> gradients.Sqnorms:
         """The norms of the update's gradients."""

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.gradients import Sqnorms
 
 R = TypeVar("R", bound=tuple[Any, ...])
@@ -40,7 +41,7 @@ class Update(NamedTuple):
     """What an update left. q comes from ``sqnorms``, those of ``.grad`` at the end of the block,
     which still have the factor ``loss_scale``; if it is None, from the probes. ``leftover`` are
     those of the gradients that were there when the block began. ``left`` is what the sides have
-    left, by name.
+    left, by name. ``pace`` is what updates take on this process.
     """
 
     passes: list[Pass]
@@ -48,18 +49,20 @@ class Update(NamedTuple):
     leftover: Sqnorms | None
     loss_scale: Tensor | None
     left: dict[str, Any]
+    pace: Pace
 
 
 class Window(NamedTuple):
     """The numbers of U updates, of all processes and of the K units, which are the parameters that
-    have norms: float64 ``p`` and ``q`` [U, K], the ``scalars`` of the weights [U, SCALARS], and the
-    numbers of ``sides`` [U, E].
+    have norms: float64 ``p`` and ``q`` [U, K], the ``scalars`` of the weights [U, SCALARS], the
+    numbers of ``sides`` [U, E], and the mean ``pace`` of the processes [U, 2].
     """
 
     p: Tensor
     q: Tensor
     scalars: Tensor
     sides: Tensor
+    pace: Tensor
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -72,7 +75,8 @@ class Flags(NamedTuple):
 
     ``calls`` counts the passes that reached a unit, and ``surplus`` the calls that were too many.
     An ``unseen`` unit has a gradient although no pass reached it. Gradients were not zero when the
-    update began (``stale``), or are larger than those of the passes together (``excess``). Samples
+    update began (``stale``), are all zero at its end (``zeroed``), or are larger than those of the
+    passes together (``excess``). Samples
     without tokens have gradients (``padded``), or samples with tokens have none (``empty``).
     Processes have different gradients (``apart``).
     """
@@ -81,6 +85,7 @@ class Flags(NamedTuple):
     surplus: Tensor
     unseen: Tensor
     stale: Tensor
+    zeroed: Tensor
     excess: Tensor
     padded: Tensor
     empty: Tensor
@@ -98,6 +103,7 @@ class Share(NamedTuple):
     q: Tensor
     scalars: Tensor
     sides: Tensor
+    pace: Tensor
     calls: Tensor
     surplus: Tensor
     stale: Tensor

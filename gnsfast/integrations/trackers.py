@@ -66,7 +66,8 @@ def metrics(
     - ``gns/largest`` is the largest share that a sample has in the newest update, with
       ``keep_largest``.
     - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
-      ``batch/size`` is the mean number of samples in an update.
+      ``batch/size`` is the mean number of samples in an update. One update in ``gns/every`` is
+      measured, and ``gns/cost`` is the share of the time that this takes, with a ``budget``.
 
     What is not measured is left out.
 
@@ -92,6 +93,8 @@ def metrics(
         "gns/drift": result.drift,
         "gns/covered": result.covered,
         "gns/largest": result.largest,
+        "gns/every": result.every if result.cost == result.cost else None,
+        "gns/cost": result.cost,
         "batch/size": result.samples / result.updates if result.updates else None,
         "tokens": tokens,
         "batch/tokens": batch_tokens,

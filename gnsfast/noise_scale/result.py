@@ -283,8 +283,7 @@ class NoiseScale(ModuleNoiseScale):
             mean of a changing noise scale.
         updates: the number of updates that were used, with ``samples`` samples in all.
         skipped: the number of updates with a NaN, an infinity or a single sample.
-        per_module: noise scales by the path of the module that holds the parameters. Empty where
-            ``update(grad_norm=...)`` gave one norm for the whole gradient.
+        per_module: noise scales by the path of the module that holds the parameters.
         adam: the noise scale under Adam's metric, where the estimator measures it; never part of
             the others.
         per_group: noise scales of groups of samples, where groups were named.
@@ -302,6 +301,8 @@ class NoiseScale(ModuleNoiseScale):
             update, where the estimator keeps the largest.
         clusters: the noise scale of samples that come in clusters, where ``microbatch(clusters=)``
             says so. All other fields take samples to be independent.
+        every: one update in so many is measured by now.
+        cost: the share of the time that measuring takes, with a ``budget``.
     """
 
     drift: bool
@@ -320,6 +321,8 @@ class NoiseScale(ModuleNoiseScale):
     passes: int = 0
     largest: float = math.nan
     clusters: ClusterNoiseScale | None = None
+    every: int = 1
+    cost: float = math.nan
 
     @property
     def excess(self) -> tuple[float, float]:
@@ -367,6 +370,11 @@ class NoiseScale(ModuleNoiseScale):
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
         clusters = "" if self.clusters is None else f"\n{self.clusters}"
         alone = "" if self.clusters is None else ", as if samples were independent"
+        often = ""
+        if self.cost == self.cost:
+            often = (
+                f"\nmeasured in 1 of {counted(self.every, 'update')}, {self.cost:.2%} of the time"
+            )
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
@@ -379,7 +387,7 @@ class NoiseScale(ModuleNoiseScale):
                 f"has up to {trace:.3g} times and |G|² {grad_sqnorm:.3g} times the error"
             )
         return (
-            f"{super().__str__()}, {used}{skipped}{drift}{alone}{units}{of}{now}{adam}{dual}"
+            f"{super().__str__()}, {used}{skipped}{drift}{alone}{units}{often}{of}{now}{adam}{dual}"
             f"{groups}{clusters}"
         )
 

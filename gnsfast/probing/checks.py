@@ -126,6 +126,10 @@ MESSAGES = {
         "dist.all_reduce(p.grad.div_(dist.get_world_size()))). Processes that train models of "
         "their own each need a process_group of their own.)"
     ),
+    "zeroed": (
+        "All gradients are zero at the end of gns.update(). Call optimizer.zero_grad() after the "
+        "block."
+    ),
     "stale": (
         "Gradients were not zero when an update began, so they are not those of its passes. Call "
         "optimizer.zero_grad() before gns.update()."

@@ -153,6 +153,16 @@ class TestErrors:
                 self.model.zero_grad()
         self.goes_on()
 
+    def test_gradients_that_are_zeroed_in_the_block(self) -> None:
+        with self.gns.update():
+            for _ in range(2):
+                with self.gns.microbatch(N):
+                    self.loss().backward()
+            self.model.zero_grad(set_to_none=False)
+        with pytest.raises(ObservationError, match=r"All gradients are zero at the end"):
+            self.gns.compute()
+        self.goes_on()
+
     @pytest.mark.parametrize("inside", [False, True])
     def test_error_of_the_user_drops_the_update(self, inside: bool) -> None:
         with pytest.raises(KeyError):
