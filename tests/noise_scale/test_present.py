@@ -124,15 +124,15 @@ def test_print_says_which_is_which() -> None:
     # Sums over samples: n, N, 1, N² / n, Σ u, a² n, Σ u², the factor of Var L.
     scalars = torch.tensor([N, N, 1, N, N, N, N, 0], dtype=F64).expand(K, 8)
     p, q = N * (trace + grad_sqnorm)[:, None], (N * trace + N * N * grad_sqnorm)[:, None]
-    found = summarize(p, q, q[:, 0], scalars, False, ["layer"], None)
+    found = summarize(p, q, scalars, False, ["layer"], None)
     assert found.present.lower < found.present.noise_scale < found.present.upper
     first, second = str(found).splitlines()
     assert "over the last 64 updates (2,048 samples)" in first
     assert second == f"at the newest update: {found.present}"
-    few = summarize(p[:9], q[:9], q[:9, 0], scalars[:9], False, ["layer"], None)
+    few = summarize(p[:9], q[:9], scalars[:9], False, ["layer"], None)
     assert math.isnan(few.present.noise_scale) and len(str(few).splitlines()) == 1
     p[-3:] = math.nan
-    later = summarize(p, q, q[:, 0], scalars, False, ["layer"], None).present
+    later = summarize(p, q, scalars, False, ["layer"], None).present
     expected = present(trace[:-3], grad_sqnorm[:-3], ONES[:-3], AGES[:-3])
     assert (later.noise_scale, later.lower, later.upper) == pytest.approx(expected)
 

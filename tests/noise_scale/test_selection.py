@@ -119,10 +119,10 @@ def test_no_more_than_rounding_is_not_resolved() -> None:
     scalars[:] = torch.tensor([n, n, 1, n, 1, 1 / n, 1 / n, 0], dtype=F64)
     for rounding in (0.0, 1e-7, -1e-7):
         q = p * (1 + rounding * torch.rand(updates, 1, dtype=F64))
-        found = summarize(p, q, q[:, 0], scalars, False, ["layer"], None)
+        found = summarize(p, q, scalars, False, ["layer"], None)
         assert (found.lower, found.upper) == (0.0, math.inf)
         assert str(found).startswith("noise scale not resolved: it may have any size")
         assert found.per_module["layer"].lower == 0.0
     q = p * (1 + 1e-3 * torch.rand(updates, 1, dtype=F64))
-    found = summarize(p, q, q[:, 0], scalars, False, ["layer"], None)
+    found = summarize(p, q, scalars, False, ["layer"], None)
     assert found.resolved and found.lower < found.noise_scale < found.upper
