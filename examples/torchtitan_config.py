@@ -52,10 +52,20 @@ class Measured(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        ids = torch.arange(4 * 64, device=self.device).view(4, 64)
         self.gns = gnsfast.GradientNoiseScale(
-            self.model_parts[0], loss_reduction="sum", window=config.window
+            self.model_parts[0],
+            gnsfast.learn(self.model_parts[0], ids, run=self.logits),
+            loss_reduction="sum",
+            window=config.window,
         )
         self.passes, self.update = 0, ExitStack()
+
+    def logits(self, ids: Tensor) -> Tensor:
+        inputs, _, others = self.post_dataloading_process({"input": ids}, ids)
+        model: Any = self.model_parts[0]
+        found: Tensor = model(inputs, **others)
+        return model.lm_head(found) if model._skip_lm_head else found  # HeadLoss calls it
 
     def forward_backward_step(self, **given: Any) -> Tensor:
         labels, scale = given["labels"], 1 / given["global_valid_tokens"]
