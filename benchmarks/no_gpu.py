@@ -162,7 +162,7 @@ def install(name: str, processors: int, launch: Launch, whole: bool = False) -> 
     properties = SimpleNamespace(multi_processor_count=processors, total_memory=1 << 30)
     torch.cuda.get_device_properties = lambda device=None: properties
     from gnsfast.ops import backends
-    from gnsfast.probing import gradient_watch
+    from gnsfast.probing import audit
 
     backends.missing = lambda name, device: ""
-    gradient_watch.norm_on_cpu = gradient_watch.norm_on_gpu
+    audit.norm_on_cpu = audit.norm_on_gpu

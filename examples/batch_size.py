@@ -68,14 +68,14 @@ def main() -> None:
     while controller.tokens < end:
         step, share, total = step + 1, 1 / controller.accumulation, 0.0
         trained = controller.tokens + controller.batch_tokens
-        for _ in range(controller.accumulation):
-            batch = stream.draw(MICROBATCH)
-            with gns.microbatch(MICROBATCH, scale=share):
-                logits = model(batch[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-                (loss * share).backward()
-            total += loss.item() * share
-        gns.update()  # before clipping
+        with gns.update():
+            for _ in range(controller.accumulation):
+                batch = stream.draw(MICROBATCH)
+                with gns.microbatch(MICROBATCH, scale=share):
+                    logits = model(batch[:, :-1])
+                    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                    (loss * share).backward()
+                total += loss.item() * share
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -81,10 +81,9 @@ def train(options, text, model, gns, optimizer, generator, tracker, screen) -> N
             loss = loss_of(model, batch)
             loss.backward()
         else:
-            with gns.microbatch(len(batch)):
+            with gns.update(len(batch)):
                 loss = loss_of(model, batch)
                 loss.backward()
-            gns.update()
         optimizer.step()
         optimizer.zero_grad()
         (measured if step % PLAIN_EVERY else plain).append(time.perf_counter() - began)
@@ -105,9 +104,8 @@ def check(options, text, model, generator, tracker, console) -> None:
     gns = gnsfast.GradientNoiseScale(model)
     for _ in range(CHECKED_BATCHES):
         batch = draw(text, options.samples, generator)
-        with gns.microbatch(len(batch)):
+        with gns.update(len(batch)):
             loss_of(model, batch).backward()
-        gns.update()
         model.zero_grad()
     console.print("Checking the last weights with the gradients of single samples ...")
     samples = draw(text, options.single_samples, generator).split(1)

@@ -43,14 +43,14 @@ def main() -> None:
     tracker = JSONLTracker(options.out)
 
     for step in range(1, options.steps + 1):
-        for _ in range(ACCUMULATED):
-            starts = torch.randint(len(text) - CONTEXT, (MICROBATCH, 1))
-            batch = text[starts + torch.arange(CONTEXT)]
-            with gns.microbatch(MICROBATCH, scale=1 / ACCUMULATED):
-                logits = model(batch[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-                (loss / ACCUMULATED).backward()
-        gns.update()  # before clipping
+        with gns.update():
+            for _ in range(ACCUMULATED):
+                starts = torch.randint(len(text) - CONTEXT, (MICROBATCH, 1))
+                batch = text[starts + torch.arange(CONTEXT)]
+                with gns.microbatch(MICROBATCH, scale=1 / ACCUMULATED):
+                    logits = model(batch[:, :-1])
+                    loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                    (loss / ACCUMULATED).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

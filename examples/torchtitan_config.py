@@ -6,8 +6,8 @@ torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_config --con
 The other options of torchtitan follow, and those of ``Measured.Config``.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +22,6 @@ import gnsfast
 from gnsfast.integrations.trackers import metrics
 
 
-def cross_entropy(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
-    return gnsfast.functional.linear_cross_entropy(hidden, head.weight, labels, reduction="sum")
-
-
 class HeadLoss(ChunkedLossWrapper):
     """A single backward pass of the head, which keeps no logits either."""
 
@@ -35,7 +31,8 @@ class HeadLoss(ChunkedLossWrapper):
 
     def set_lm_head(self, lm_head: Any) -> None:
         super().set_lm_head(lm_head)
-        lm_head.cross_entropy = partial(cross_entropy, head=lm_head)
+        loss = gnsfast.functional.linear_cross_entropy
+        lm_head.cross_entropy = lambda h, y: loss(h, lm_head.weight, y, reduction="sum")
         register_fsdp_forward_method(lm_head, "cross_entropy")
 
     def __call__(
@@ -43,7 +40,7 @@ class HeadLoss(ChunkedLossWrapper):
     ) -> Any:
         if not torch.is_grad_enabled():
             return super().__call__(hidden, labels, global_valid_tokens, **others)
-        loss = self.lm_head.cross_entropy(hidden, labels=labels)
+        loss = self.lm_head.cross_entropy(hidden, labels)
         return loss / global_valid_tokens, {}
 
 
@@ -55,21 +52,30 @@ class Measured(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        ids = torch.arange(4 * 64, device=self.device).view(4, 64)
         self.gns = gnsfast.GradientNoiseScale(
-            self.model_parts[0], loss_reduction="sum", window=config.window
+            self.model_parts[0],
+            gnsfast.learn(self.model_parts[0], ids, run=self.logits),
+            loss_reduction="sum",
+            window=config.window,
         )
-        self.passes = 0
+        self.passes, self.update = 0, ExitStack()
 
-    def forward_backward_step(
-        self, *, labels: Any, global_valid_tokens: Tensor, **others: Any
-    ) -> Tensor:
-        told = dict(tokens=(labels != -100).sum(1), scale=1 / global_valid_tokens)
-        others |= dict(labels=labels, global_valid_tokens=global_valid_tokens)
-        with self.gns.microbatch(len(labels), **told):
-            loss = super().forward_backward_step(**others)
+    def logits(self, ids: Tensor) -> Tensor:
+        inputs, _, others = self.post_dataloading_process({"input": ids}, ids)
+        model: Any = self.model_parts[0]
+        found: Tensor = model(inputs, **others)
+        return model.lm_head(found) if model._skip_lm_head else found  # HeadLoss calls it
+
+    def forward_backward_step(self, **given: Any) -> Tensor:
+        labels, scale = given["labels"], 1 / given["global_valid_tokens"]
+        if self.passes % self.gradient_accumulation_steps == 0:
+            self.update.enter_context(self.gns.update())
+        with self.gns.microbatch(len(labels), tokens=(labels != -100).sum(1), scale=scale):
+            loss = super().forward_backward_step(**given)
         self.passes += 1
         if self.passes % self.gradient_accumulation_steps == 0:
-            self.gns.update()
+            self.update.close()
         return loss
 
     def train_step(self, data_iterator: Any) -> None:

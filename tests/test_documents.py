@@ -180,21 +180,21 @@ def test_noise_scale() -> None:
     results = []
     for packed in (True, False):
         torch.manual_seed(2)
-        gns = gnsfast.GradientNoiseScale(model, source="global")
+        gns = gnsfast.GradientNoiseScale(model)
         for _ in range(6):
             ids, places, labels = draw()
             tokens = torch.tensor(LENGTHS)
             if packed:
                 starts = gnsfast.cu_seqlens(places)
-                with gns.microbatch(len(LENGTHS), cu_seqlens=starts, tokens=tokens):
+                with gns.update(len(LENGTHS), cu_seqlens=starts, tokens=tokens):
                     (packed_loss(model, (ids, places, labels)) / tokens.sum()).backward()
             else:  # one micro-batch a document
-                for document in zip(*(t[0].split(LENGTHS) for t in (ids, places, labels))):
-                    n = len(document[0])
-                    with gns.microbatch(1, tokens=torch.tensor([n]), scale=n / sum(LENGTHS)):
-                        batch = tuple(t[None] for t in document)
-                        (packed_loss(model, batch) / sum(LENGTHS)).backward()  # type: ignore[arg-type]
-            gns.update()
+                with gns.update():
+                    for document in zip(*(t[0].split(LENGTHS) for t in (ids, places, labels))):
+                        n = len(document[0])
+                        with gns.microbatch(1, tokens=torch.tensor([n]), scale=n / sum(LENGTHS)):
+                            batch = tuple(t[None] for t in document)
+                            (packed_loss(model, batch) / sum(LENGTHS)).backward()  # type: ignore[arg-type]
             model.zero_grad()
         results.append(gns.compute())
     packed_result, alone = results
@@ -234,9 +234,8 @@ def test_padding_between_documents(case: str) -> None:
     if case == "padding counted":
         tokens[-1] = 4
     gns, starts = gnsfast.GradientNoiseScale(model), gnsfast.cu_seqlens(batch[1])
-    with gns.microbatch(len(tokens), cu_seqlens=starts, tokens=tokens):
+    with gns.update(len(tokens), cu_seqlens=starts, tokens=tokens):
         (packed_loss(model, batch) / tokens.sum()).backward()
-    gns.update()
     if case == "right":
         assert gns.compute().samples == 5
         return
@@ -303,7 +302,7 @@ class TestErrors:
     def test_tokens_are_needed(self) -> None:
         gns = gnsfast.GradientNoiseScale(Packed(tied=False))
         with pytest.raises(ValueError, match="pass tokens="):
-            with gns.microbatch(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
+            with gns.update(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
                 pass
 
     def test_positions(self) -> None:

@@ -269,9 +269,8 @@ def test_no_synchronisation() -> None:
     batches = [draw() for _ in range(3)]
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
-        with gns.microbatch(3):
+        with gns.update(3):
             (loss_of(model, batch) / 3).backward()
-        gns.update()
         model.zero_grad(set_to_none=True)
 
     step(batches[0])  # the first step looks for weights used as tensors, and compiles

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole updates of small models, where calls cost more than arithmetic: forward and backward pass,
-``gns.update()``, AdamW, and one ``gns.compute()`` in 128 updates. What gnsfast puts off to later
-updates is counted, which the time of a single step would hide.
+"""Whole updates of small models, where calls cost more than arithmetic: ``gns.update(n)`` around
+forward and backward pass, AdamW, and one ``gns.compute()`` in 128 updates. What gnsfast puts off to
+later updates is counted, which the time of a single step would hide.
 """
 
 import argparse
@@ -48,10 +48,8 @@ def updates(model: nn.Module, loss_of: Loss, batch: Any, B: int, every: int | No
 
     def run() -> None:
         for _ in range(UPDATES):
-            with nullcontext() if gns is None else gns.microbatch(B):
+            with nullcontext() if gns is None else gns.update(B):
                 loss_of(model, batch).backward()
-            if gns is not None:
-                gns.update()
             optimizer.step()
             optimizer.zero_grad()
         if gns is not None:

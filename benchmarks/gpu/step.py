@@ -91,9 +91,8 @@ def training_step(name: str, backend: str, compiled: bool, device: str) -> Calla
                 forward(model, batch).backward()
             else:
                 with forced(backend):
-                    with gns.microbatch(problem.B):
+                    with gns.update(problem.B):
                         forward(model, batch).backward()
-                    gns.update()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -181,8 +180,8 @@ def synchronisations(run: Callable[[], object], device: str, steps: int = 5) -> 
 
 
 def estimator(device: str) -> dict[str, Any]:
-    """``microbatch``'s two ends and ``update`` in steps of GPT-2: the host's time, and the
-    device's for what they launch; neither holds the layers' own share.
+    """The two ends of ``update`` in steps of GPT-2: the host's time, and the device's for what they
+    launch; neither holds the layers' own share.
     """
     problem = PROBLEMS["gpt2"](device, autocast=True)
     gns = gnsfast.GradientNoiseScale(problem.model)
@@ -196,10 +195,10 @@ def estimator(device: str) -> dict[str, Any]:
 
     found = []
     for _ in range(operators.ROUNDS + 2):
-        block = gns.microbatch(problem.B)
+        block = gns.update(problem.B)
         opened = timed(block.__enter__)
         problem.loss_of(problem.model, problem.batch).backward()
-        left = timed(lambda: (block.__exit__(None, None, None), gns.update()))  # noqa: B023
+        left = timed(lambda: block.__exit__(None, None, None))  # noqa: B023
         found.append([sum(each) for each in zip(opened, left)])
         problem.model.zero_grad()
     on_device, on_host = (round(1e3 * statistics.median(each), 3) for each in zip(*found[2:]))

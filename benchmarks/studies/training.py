@@ -26,9 +26,8 @@ def narrow_run(
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, step / warm_up)
         windows, ids = draw()
-        with gns.microbatch(len(windows), ids=ids):
+        with gns.update(len(windows), ids=ids):
             tiny_gpt.loss_of(model, windows).backward()
-        gns.update()
         yield step, gns
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

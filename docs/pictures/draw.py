@@ -143,9 +143,8 @@ def intervals(scheme: str) -> Figure:
     at = (4, 8, 16, 32, 64, 128, 256, 512)
     found = {}
     for update in range(1, at[-1] + 1):
-        with gns.microbatch(4):
+        with gns.update(4):
             model(torch.randn(4, width) + mean).mean().backward()
-        gns.update()
         model.zero_grad()
         if update in at:
             found[update] = gns.compute()

@@ -91,8 +91,8 @@ class Followed:
         """
         if self.is_open:
             raise ObservationError(
-                "A block is open on this model already. End the other per_sample_sqnorms or "
-                "gns.microbatch block first."
+                "A block is open on this model already. End the other per_sample_sqnorms, "
+                "gns.update or gns.microbatch block first."
             )
         structure = self.structure
         if watcher is not None:

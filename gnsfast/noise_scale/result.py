@@ -86,10 +86,10 @@ class AdamNoiseScale(ModuleNoiseScale):
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     >>> for batch in torch.randn(8, 4, 16, 5):
-    ...     for x in batch:
-    ...         with gns.microbatch(16, scale=1 / 4):
-    ...             (model(x).square().sum(1).mean() / 4).backward()
-    ...     gns.update()
+    ...     with gns.update():
+    ...         for x in batch:
+    ...             with gns.microbatch(16, scale=1 / 4):
+    ...                 (model(x).square().sum(1).mean() / 4).backward()
     ...     optimizer.step()
     ...     optimizer.zero_grad()
     >>> gns.compute().adam.updates
@@ -147,10 +147,10 @@ class DualNoiseScale(DualNormEstimate):
     >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
     >>> for batch in torch.randn(8, 4, 16, 5):
-    ...     for x in batch:
-    ...         with gns.microbatch(16, scale=1 / 4):
-    ...             (model(x).square().sum(1).mean() / 4).backward()
-    ...     gns.update()
+    ...     with gns.update():
+    ...         for x in batch:
+    ...             with gns.microbatch(16, scale=1 / 4):
+    ...                 (model(x).square().sum(1).mean() / 4).backward()
     ...     model.zero_grad()
     >>> gns.compute().sign.updates
     7
@@ -180,9 +180,8 @@ class GroupNoiseScale(ModuleNoiseScale):
     >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
     >>> for x in torch.randn(8, 4, 5):
-    ...     with gns.microbatch(4, groups=["web", "code", "web", "code"]):
+    ...     with gns.update(4, groups=["web", "code", "web", "code"]):
     ...         model(x).square().sum(1).mean().backward()
-    ...     gns.update()
     ...     model.zero_grad()
     >>> gns.compute().per_group["code"].samples
     16
@@ -222,10 +221,9 @@ class ClusterNoiseScale(ModuleNoiseScale):
     >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model)
     >>> for x in torch.randn(8, 4, 5):
-    ...     with gns.microbatch(16, clusters=4):
+    ...     with gns.update(16, clusters=4):
     ...         copies = x.repeat_interleave(4, 0)
     ...         model(copies).square().sum(1).mean().backward()
-    ...     gns.update()
     ...     model.zero_grad()
     >>> found = gns.compute().clusters
     >>> found.clusters, f"{found.correlation.value:.3f}, {abs(found.worth.value):.3f}"
@@ -299,7 +297,7 @@ class NoiseScale(ModuleNoiseScale):
         passes: how many such gradients, over all updates and processes.
         largest: the largest share that a sample has in the sum of squared norms of the newest
             update, where the estimator keeps the largest.
-        clusters: the noise scale of samples that come in clusters, where ``microbatch(clusters=)``
+        clusters: the noise scale of samples that come in clusters, where ``update(clusters=)``
             says so. All other fields take samples to be independent.
         every: one update in so many is measured by now.
         cost: the share of the time that measuring takes, with a ``budget``.

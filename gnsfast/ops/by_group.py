@@ -71,7 +71,7 @@ def refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, nor can "
-            "gns.microbatch(clusters=...), because the CPU reads how many samples each has: run "
+            "gns.update(clusters=...), because the CPU reads how many samples each has: run "
             "measured updates without a graph, or leave groups and clusters out."
         )
 

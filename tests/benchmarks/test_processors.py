@@ -82,10 +82,7 @@ def test_what_a_layer_costs_in_python() -> None:
         blocks.setdefault(row["block"], []).append(row)
     parts = ["open", "forward", "backward", "close"]
     names = {block: [row["part"] for row in of_block] for block, of_block in blocks.items()}
-    assert names == {
-        "GradientNoiseScale": [*parts, "update", "all"],
-        "per_sample_sqnorms": [*parts, "all"],
-    }
+    assert names == dict.fromkeys(("GradientNoiseScale", "per_sample_sqnorms"), [*parts, "all"])
     assert all(row["gnsfast"] > row["plain"] for row in rows)
     ours, plain = [4e-3, 7e-3, 5e-3], [1e-3, 1e-3, 3e-3]  # of 100 layers
     row = {"block": "block", "part": "open", "plain": 10.0, "gnsfast": 50.0}

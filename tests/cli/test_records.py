@@ -229,9 +229,8 @@ def test_largest_samples(tmp_path: Path) -> None:
     for step in (1, 2):
         x = torch.randn(4, 3)
         x[step] *= math.inf if step == 2 else 50.0
-        with gns.microbatch(4, ids=[Path(f"{step}/{b}") for b in range(4)]):
+        with gns.update(4, ids=[Path(f"{step}/{b}") for b in range(4)]):
             model(x).square().mean().backward()
-        gns.update()
         model.zero_grad()
         tracker.log({"loss": 1.0}, step)
         tracker.record(largest_samples(gns.largest(), step))

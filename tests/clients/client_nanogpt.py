@@ -15,7 +15,7 @@ FROZEN = {"LEARNING_RATE": 0.0, "STEPS": 16}
 
 
 def loss(model: nn.Module, words: Tensor) -> Tensor:
-    value: Tensor = model(words[None, :-1], words[None, 1:])
+    value: Tensor = model(words[None, :-1], words[None, 1:])[1]
     return value
 
 

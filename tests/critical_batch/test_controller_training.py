@@ -47,12 +47,12 @@ class Run:
         parts, tokens = self.controller.accumulation, self.controller.tokens
         [group] = self.optimizer.param_groups
         self.rates.append((tokens, self.controller.batch_size, group["lr"]))
-        for _ in range(parts):
-            x, y = self.stream.draw(MICRO)
-            with self.gns.microbatch(MICRO, scale=1 / parts):
-                loss = torch.nn.functional.cross_entropy(self.model(x), y)
-                (loss / parts).backward()
-        self.gns.update()
+        with self.gns.update():
+            for _ in range(parts):
+                x, y = self.stream.draw(MICRO)
+                with self.gns.microbatch(MICRO, scale=1 / parts):
+                    loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                    (loss / parts).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         trained = tokens + self.controller.batch_tokens

@@ -223,10 +223,10 @@ def test_noise_scale_is_that_of_the_batches() -> None:
     assert found == again
     gns = gnsfast.GradientNoiseScale(run.model)
     for _ in range(5):
-        for _ in range(4):  # the run itself takes 3, 3 and 2 samples
-            with gns.microbatch(2, scale=2 / 8):
-                (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
-        gns.update()
+        with gns.update():
+            for _ in range(4):  # the run itself takes 3, 3 and 2 samples
+                with gns.microbatch(2, scale=2 / 8):
+                    (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
         run.optimizer.zero_grad()
     expected = gns.compute()
     assert found.noise_scale == pytest.approx(expected.noise_scale, rel=1e-6)
@@ -266,10 +266,10 @@ def test_noise_scales_that_fit_the_optimizer(optimizer: Any, steps: int, fit: se
     own = {"optimizer": run.optimizer} if "adam" in fit else {}
     gns = gnsfast.GradientNoiseScale(run.model, window=4, metric=[*fit], **own)
     for _ in range(4):
-        for _ in range(4):  # the run itself takes 3, 3 and 2 samples
-            with gns.microbatch(2, scale=2 / 8):
-                (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
-        gns.update()
+        with gns.update():
+            for _ in range(4):  # the run itself takes 3, 3 and 2 samples
+                with gns.microbatch(2, scale=2 / 8):
+                    (branch_runs.loss_fn(run.model, run.stream.draw(2)) * 2 / 8).backward()
         run.model.zero_grad()
     for metric, scale in gns.compute().others.items():
         assert found.under(metric).noise_scale == pytest.approx(scale.noise_scale, rel=1e-6)

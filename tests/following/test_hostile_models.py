@@ -321,7 +321,7 @@ def test_a_penalty_on_gradients_is_named(layers: str, measure: str) -> None:
     """
     model, x = LAYERS[layers](), torch.randn(4, D, requires_grad=True)
     gns = gnsfast.GradientNoiseScale(model)
-    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.microbatch(4)
+    block = gnsfast.per_sample_sqnorms(model, 4) if measure == "norms" else gns.update(4)
     with pytest.raises(gnsfast.ObservationError, match="unit='micro_batch'"), block:
         loss = model(x).sum()
         slope = torch.autograd.grad(loss, x, create_graph=True)[0]

@@ -130,9 +130,8 @@ def test_what_is_measured_beside_the_norms(measure: str, tied: bool) -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         gns = gnsfast.GradientNoiseScale(model, **options)
         for seed in range(3):
-            with gns.microbatch(6, **each):
+            with gns.update(6, **each):
                 losses(model, batch(6, 7, seed, (seed,))).mean().backward()
-            gns.update()
             optimizer.step()
             optimizer.zero_grad()
         found.append(numbers(gns.compute()))

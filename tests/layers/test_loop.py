@@ -45,13 +45,12 @@ def test_autocast() -> None:
     batch = torch.randn(8, 4, 20), torch.randn(8, 3, 42)
     loop = loop_sqnorms(model, weighted_loss, batch, 8)
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
-    for block in (gns.microbatch(8), gnsfast.per_sample_sqnorms(model, 8)):
+    for block in (gns.update(8), gnsfast.per_sample_sqnorms(model, 8)):
         with block as norms:
             with torch.autocast("cpu", torch.bfloat16):
                 y = model(batch[0])
             (y * batch[1]).sum().backward()
     assert_norms(norms, loop, rtol=2e-2)
-    gns.update()
     assert gns.compute().updates == 1
 
 

@@ -50,10 +50,9 @@ def test_a_training_step_runs_the_model_once(how: str) -> None:
     for k in range(40):
         learns = k == 0 and how != "table"
         sizes.clear()
-        with gns.microbatch(16):
+        with gns.update(16):
             per_sample(model(torch.randn(16, D))).mean().backward()
         assert sizes == [3, 4, 3, 1, 1, 1, 16, 16] if learns else sizes == [16]
-        gns.update()
         optimizer.step()
         optimizer.zero_grad()
     assert gns.compute().updates == 40

@@ -200,15 +200,14 @@ class TorchRun:
         largest = max(1, batch_size // (processes * least_passes))
         largest = min(self.micro_batch or largest, largest)
         losses = []
-        for start in range(0, batch_size, largest * processes):
-            n = min(largest * processes, batch_size - start)
-            batch, share = self._draw(n), n / batch_size
-            with nullcontext() if gns is None else gns.microbatch(n // processes, scale=share):
-                loss = self.loss_fn(self.model, batch) * share
-                loss.backward()
-            losses.append(loss.detach())
-        if gns is not None:
-            gns.update()
+        with nullcontext() if gns is None else gns.update():
+            for start in range(0, batch_size, largest * processes):
+                n = min(largest * processes, batch_size - start)
+                batch, share = self._draw(n), n / batch_size
+                with nullcontext() if gns is None else gns.microbatch(n // processes, scale=share):
+                    loss = self.loss_fn(self.model, batch) * share
+                    loss.backward()
+                losses.append(loss.detach())
         return mean(torch.stack(losses).sum())
 
     def _draw(self, n: int) -> Any:

@@ -178,7 +178,7 @@ class BatchSizeController(ChangingBatchSize):
 
     Args:
         batch_size: samples of the first optimizer steps, over all processes, counted as
-            ``gns.microbatch`` counts them.
+            ``gns.update`` counts them.
         factor: CBS / noise scale, as a number or measured by branches. A measured factor's own
             lower end is used to decide on growth.
         tokens_per_sample: of each sample.
