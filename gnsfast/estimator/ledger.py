@@ -44,9 +44,9 @@ class Ledger:
         """
         pace = update.pace
         if self._at_once:
-            vectors = self._numbers([update])
+            *vectors, shared = self._numbers([update])
             self._waiting.append(vectors)
-            self._paces.append(Transfer(self._numbers.window.split(vectors[0]).pace))
+            self._paces.append(Transfer(shared))
             late = self._paces.popleft() if len(self._paces) > LAG else None
             pace = Pace() if late is None else Pace(*late.result()[0].tolist())
         else:
@@ -90,7 +90,7 @@ class Ledger:
         if self._at_once:
             vectors, flags = map(torch.cat, zip(*self._arrived))
         else:
-            vectors, flags = self._numbers(self._arrived)
+            vectors, flags, _ = self._numbers(self._arrived)
         newest = vectors[-len(self.ring) :]
         count = self.count + len(vectors)
         self.ring[torch.arange(count - len(newest), count) % len(self.ring)] = newest

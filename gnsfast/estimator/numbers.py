@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.micro_batch_noise import scalars_of_pass, weights_of_units
 from gnsfast.estimator.records import Columns, Flags, Pass, Share, Update, Window
 from gnsfast.estimator.settings import Settings
@@ -44,15 +43,15 @@ class Numbers:
         self._order = slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
         K, E, S = len(slab.parameters), sum(side.width for side in sides), loss_factors.SCALARS
-        norms = {"p": K, "q": K, "scalars": S, "sides": E, "pace": len(Pace._fields)}
+        norms = {"p": K, "q": K, "scalars": S, "sides": E}
         self.window = Columns(Window, **norms)
         self.flags = Columns(Flags, calls=K, surplus=K, unseen=K)
         replica = 3 * processes.tensor
-        self._share = Columns(Share, **norms, calls=K, surplus=K, replicas=replica)
+        self._share = Columns(Share, **norms, calls=K, surplus=K, pace=2, replicas=replica)
 
-    def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor]:
-        """The numbers and the flags of U updates. They do not depend on which updates are computed
-        together.
+    def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor, Tensor]:
+        """The numbers and the flags of U updates, and the pace [U, 2]. They do not depend on which
+        updates are computed together.
         """
         share = self._share_of(updates)
         apart = torch.zeros_like(share.reach)
@@ -73,8 +72,8 @@ class Numbers:
             empty=share.empty,
             apart=apart,
         )
-        numbers = Window(share.p, share.q, share.scalars, share.sides, share.pace)
-        return self.window.joined(numbers), self.flags.joined(flags)
+        numbers = Window(share.p, share.q, share.scalars, share.sides)
+        return self.window.joined(numbers), self.flags.joined(flags), share.pace
 
     def _share_of(self, updates: list[Update]) -> Share:
         """This process's share. Calls cost more than arithmetic here, so there are few of them."""

@@ -54,15 +54,14 @@ class Update(NamedTuple):
 
 class Window(NamedTuple):
     """The numbers of U updates, of all processes and of the K units, which are the parameters that
-    have norms: float64 ``p`` and ``q`` [U, K], the ``scalars`` of the weights [U, SCALARS], the
-    numbers of ``sides`` [U, E], and the mean ``pace`` of the processes [U, 2].
+    have norms: float64 ``p`` and ``q`` [U, K], the ``scalars`` of the weights [U, SCALARS], and the
+    numbers of ``sides`` [U, E].
     """
 
     p: Tensor
     q: Tensor
     scalars: Tensor
     sides: Tensor
-    pace: Tensor
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -93,10 +92,11 @@ class Flags(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a process has of U updates: columns that all processes sum. Those of ``Window`` and
-    ``Flags``, and the sum of the norms of its passes (``reach`` [U, 1]), which bounds that of the
-    update. Under ``tensor`` parallelism each place there has three columns of ``replicas``: 1, the
-    part of q that data-parallel replicas share, and its square.
+    """What a process has of U updates: columns that all processes sum. They are those of ``Window``
+    and ``Flags``, its part of the mean ``pace`` [U, 2], and the sum of the norms of its passes
+    (``reach`` [U, 1]), which bounds that of the update. Under tensor parallelism each place there
+    has three columns of ``replicas``: 1, the part of q that data-parallel replicas share, and its
+    square.
     """
 
     p: Tensor
