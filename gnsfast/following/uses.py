@@ -132,11 +132,12 @@ def plan_for(
     if is_dtensor(values[0]):
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
-        return Plan(batch_dim=dim, transposed=transposed)
+        return Plan(batch_dim=dim, transposed=transposed, norms_alone=leaf.norms_alone)
     own: dict[str, Any] = {}
     if joins and not compiling():
         own = {"uses": Joining(tuple(expressions)), "module": leaf.name}
     groups = leaf.facts.groups  # those of all leaves
+    own["norms_alone"] = leaf.norms_alone
     return Plan(batch_dim=dim, transposed=transposed, starts=starts, groups=groups, **own)
 
 
@@ -207,10 +208,15 @@ class Use(NamedTuple):
         """Whether the kernel gets rows that the data have chosen, sorted by sample."""
         return isinstance(self.layout, Chosen) and self.plan.starts is not None
 
+    def data(self, x: Tensor) -> Tensor:
+        """``x`` for the kernel, which has no gradient for it where torch gives the gradients."""
+        return x.detach() if self.plan.norms_alone else x
+
     def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``kernel(x)``, which sees packed documents in their order, and rows that the data have
         chosen by sample.
         """
+        x = self.data(x)
         if isinstance(self.layout, Chosen):
             if not self.is_sorted:
                 return packed.run_padded(kernel, x, self.layout, self.leaf.samples)

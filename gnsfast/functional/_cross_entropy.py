@@ -162,7 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             probe_rows[:, B + 1].clamp_(max=1.0)  # one call, however many parts
             probe_rows = probe_rows.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
-        return dx, dw, db, probe_rows, *(None,) * 5, *to_links
+        grads = plan.gradients((need_w, need_b), dw, db)
+        return dx, *grads, probe_rows, *(None,) * 5, *to_links
 
 
 def _room(like: Tensor) -> int:

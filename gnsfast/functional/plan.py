@@ -35,6 +35,8 @@ class Plan(NamedTuple):
         module: the layer's name in messages.
         uses: decides in backward whether the rows are the norms of the parameters, or a part that
             is joined with other uses of them.
+        norms_alone: whether torch's own function gives the output and all gradients, and the layer
+            the norms alone. Its output is then a stand-in without memory (``beside``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> groups = gnsfast.functional.Groups.of(torch.tensor([0, 2]), torch.tensor([1]))
@@ -52,6 +54,7 @@ class Plan(NamedTuple):
     groups: Groups | None = None
     module: str | None = None
     uses: Any = None
+    norms_alone: bool = False
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. If the plan held B, torch.compile would build a graph for each B."""
@@ -133,6 +136,16 @@ class Plan(NamedTuple):
     def of(self, k: int) -> "Plan":
         """The plan of parameter number ``k`` alone."""
         return self._replace(uses=self.uses and self.uses.of(k))
+
+    def output(self, like: Tensor, shape: Sequence[int], layer: Callable[[], Tensor]) -> Tensor:
+        """The output of a ``layer``, or a stand-in of its ``shape``, with the dtype of ``like``."""
+        return like.new_zeros(()).expand(*shape) if self.norms_alone else layer()
+
+    def gradients(self, wanted: Sequence[bool], *grads: Tensor | None) -> Sequence[Tensor | None]:
+        """Those of the parameters that are ``wanted`` of the layer: none if torch gives them."""
+        if self.norms_alone:
+            return (None,) * len(grads)
+        return [g if want else None for g, want in zip(grads, wanted)]
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from gnsfast.arguments import integer
+from gnsfast.arguments import check_choice, integer
 from gnsfast.errors import ObservationError
 from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
@@ -15,6 +15,9 @@ from gnsfast.probing import checks
 from gnsfast.probing.gradient_watch import Audit, GradientWatch
 from gnsfast.probing.slab import ProbeSlab, calls_of
 from gnsfast.table import Table
+
+GRADIENTS = ("fused", "torch")
+"""Who makes the gradients of a measured pass."""
 
 
 class SampleNorms(Mapping[str, Tensor]):
@@ -70,6 +73,10 @@ class per_sample_sqnorms:
             hook are not audited.
         table: what ``gnsfast.learn`` has found out about the model, which its blocks execute from
             here on. By default the first batch that the model gets in a block is learnt from, once.
+        gradients: who makes ``.grad``. ``"fused"``: the kernels that square each sample's gradient,
+            at the least cost; the last bits differ from torch's. ``"torch"``: torch's own
+            functions, so outputs and gradients have the bits that they have without the block. The
+            norms then cost one more product of each weight's gradient.
 
     The block yields a mapping from parameter names to [B] float32, whose method ``total()`` gives
     [B] over all parameters. Parameters whose norms were not proven when the table was learnt are
@@ -108,7 +115,9 @@ class per_sample_sqnorms:
         cu_seqlens: Tensor | None = None,
         audit: str = "first",
         table: Table | None = None,
+        gradients: str = "fused",
     ) -> None:
+        check_choice("gradients", gradients, GRADIENTS)
         if audit not in ("first", "always"):
             raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
         self._num_samples = slots = integer("num_samples", num_samples, 0)
@@ -119,6 +128,7 @@ class per_sample_sqnorms:
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
         self._slab, self._slots = ProbeSlab(model), slots
+        self._slab.norms_alone = gradients == "torch"
         if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         if not self._slab.leaves:

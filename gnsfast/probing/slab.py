@@ -17,7 +17,8 @@ class ProbeSlab:
 
     A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
     the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
-    ``caller`` is the model with the wrappers that the user calls.
+    ``caller`` is the model with the wrappers that the user calls. ``norms_alone``: torch's own
+    functions give the outputs and gradients of its blocks.
     """
 
     def __init__(self, caller: nn.Module) -> None:
@@ -29,7 +30,7 @@ class ProbeSlab:
         self._at_start: Callable[[], None] | None = None
         self._on_learned: Callable[[], None] | None = None
         self._hook: BatchHook | None = None
-        self.num_samples = 0
+        self.num_samples, self.norms_alone = 0, False
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -182,7 +183,7 @@ class ProbeSlab:
         followed = self.followed
         followed.refuse_batch_statistics()
         self.rows = Rows(())
-        followed.open(self.num_samples, facts, documents, self)
+        followed.open(self.num_samples, facts, documents, self, self.norms_alone)
         if BatchHook.is_needed(followed, self.num_samples, documents):
             where = followed, self._caller, self.num_samples, documents
             self._hook = BatchHook(*where, self.learned)
