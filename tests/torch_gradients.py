@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pytest -p torch_gradients``: blocks measure the norms beside torch's own gradients, where a test
-does not say who makes them.
+"""``pytest -p torch_gradients``: where a test does not say who makes the gradients, torch does, and
+blocks measure the norms beside.
 """
 
 import gnsfast

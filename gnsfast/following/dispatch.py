@@ -275,6 +275,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
             return y
     if is_made:
         return _of_parameters(call, leaf)
+    if name == "scaled_dot_product_attention" and call.own == [3] and leaf.norms_alone:
+        return _attended(call, row, places, leaf)
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
         spreads = broadcast(call, row, places, leaf)
         if spreads is not None:
@@ -284,6 +286,20 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if compiling():
         return NotImplemented
     return replay(call, row, places, leaf)
+
+
+def _attended(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) -> Any:
+    """The result of attention with a bias, which runs once more for the norms of that alone: torch
+    may have cast the bias before it adds up its gradient.
+    """
+    spreads = None if compiling() else broadcast(call, row, places, leaf, alone=True)
+    if spreads is None:
+        return NotImplemented if compiling() else replay(call, row, places, leaf)
+    as_now = call.as_now(draws=True)
+    y = call.run()
+    values = {i: call.leaves[i].detach() for i in call.others} | dict(zip(call.own, spreads))
+    with as_now():
+        return beside(y, call.run_with(values))
 
 
 OF_NO_SAMPLE = (

@@ -122,10 +122,10 @@ def _of_one(g: Tensor, starts: Tensor | None, b: int) -> Tensor:
 
 
 def broadcast(
-    call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf
+    call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf, alone: bool = False
 ) -> list[Tensor] | None:
     """The parameters of an element-wise function, broadcast to its result, in which the samples are
-    known; None where they are not.
+    known; None where they are not. ``alone``: for norms alone, beside torch's function.
     """
     leaves = call.leaves
     layout: Place
@@ -136,8 +136,8 @@ def broadcast(
     if shape is None:
         return None
     if row is None:
-        alone = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
-        layout = alone[0] or UNKNOWN if alone else UNKNOWN
+        whole = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
+        layout = whole[0] or UNKNOWN if whole else UNKNOWN
     elif row.chosen and not compiling():
         owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, row)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
@@ -162,9 +162,9 @@ def broadcast(
     others = [leaves[i].dtype for i in call.others]
     if any(t.ndim == 0 and any(t.dtype != other for other in others) for t in values):
         return None
-    if leaf.norms_alone and not all(_is_added_up_alike(call, t) for t in values):
+    if leaf.norms_alone and not alone and not all(_is_added_up_alike(call, t) for t in values):
         return None
-    found = [spread_out(t, shape, layout) for t in values]
+    found = [spread_out(t, shape, layout, alone) for t in values]
     return None if any(t is None for t in found) else [t for t in found if t is not None]
 
 
@@ -207,7 +207,9 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     return y if y is None else y.to(x.dtype)
 
 
-def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) -> Tensor | None:
+def spread_out(
+    e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned, alone: bool = False
+) -> Tensor | None:
     """A tensor made of parameters, broadcast to ``shape``; None if it has a part for each sample,
     or for single tokens of packed documents.
     """
@@ -239,7 +241,7 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression
     spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
-    return beside(bare(e).expand(shape), spread) if plan.norms_alone else spread
+    return beside(bare(e).expand(shape), spread) if plan.norms_alone and not alone else spread
 
 
 def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:

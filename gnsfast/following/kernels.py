@@ -427,14 +427,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 
 def cast_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of ``func``, of which the data have the dtype that autocast would give them in
-    it. Torch's function and a kernel beside it then keep one tensor.
+    it. Torch's function and a kernel beside it then keep one tensor. Autocast casts leaves once for
+    several functions, so these are left to it.
     """
     if not any_autocast() or func not in LOWERED:
         return args, kwargs
 
     def cast(t: Any) -> Any:
-        is_data = isinstance(t, Tensor) and t.is_floating_point() and expression_of(t) is None
-        return t.to(autocast_dtype(t) or t.dtype) if is_data else t
+        if not isinstance(t, Tensor) or not t.is_floating_point() or expression_of(t) is not None:
+            return t
+        return t if t.is_leaf and t.requires_grad else t.to(autocast_dtype(t) or t.dtype)
 
     return tuple(map(cast, args)), {name: cast(t) for name, t in kwargs.items()}
 

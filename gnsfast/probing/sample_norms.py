@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from gnsfast.arguments import check_choice, integer
+from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.following import Followed, unwrapped
 from gnsfast.functional import document_slots
@@ -15,9 +15,6 @@ from gnsfast.probing import checks
 from gnsfast.probing.gradient_watch import Audit, GradientWatch
 from gnsfast.probing.slab import ProbeSlab, calls_of
 from gnsfast.table import Table
-
-GRADIENTS = ("fused", "torch")
-"""Who makes the gradients of a measured pass."""
 
 
 class SampleNorms(Mapping[str, Tensor]):
@@ -117,7 +114,6 @@ class per_sample_sqnorms:
         table: Table | None = None,
         gradients: str = "fused",
     ) -> None:
-        check_choice("gradients", gradients, GRADIENTS)
         if audit not in ("first", "always"):
             raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
         self._num_samples = slots = integer("num_samples", num_samples, 0)
@@ -127,8 +123,7 @@ class per_sample_sqnorms:
             self._documents = document_slots(cu_seqlens, num_samples, slots)
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
-        self._slab, self._slots = ProbeSlab(model), slots
-        self._slab.norms_alone = gradients == "torch"
+        self._slab, self._slots = ProbeSlab(model, gradients), slots
         if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         if not self._slab.leaves:
