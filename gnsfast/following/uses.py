@@ -70,8 +70,7 @@ class Joining:
         is_plain = _is_plain(plan)
         joined = [e.is_joined for e in self.expressions]
         if is_plain and at_BS is None and not any(joined):
-            alone: tuple[Any, ...] = operator(a)
-            return alone
+            return plan.operate(operator, a)
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
         serves = is_plain or type(a) in BY_SAMPLE
         if serves:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import combinations
-from gnsfast.ops import Groups, by_group
+from gnsfast.ops import Groups, by_group, norms_alone
 from gnsfast.signatures import LinearWgrad
 from gnsfast.tensors import is_dtensor
 
@@ -174,6 +174,10 @@ class Plan(NamedTuple):
         flags = weight, bias, self.transposed, dtype
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS)
 
+    def operate(self, operator: Operator, a: Any) -> tuple[Tensor, ...]:
+        """``operator(a)``, whose sums may be empty where torch gives the gradients."""
+        return norms_alone(operator, a) if self.norms_alone else operator(a)
+
     def run(
         self,
         operator: Operator,
@@ -189,7 +193,7 @@ class Plan(NamedTuple):
             joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
         if self.groups is None:
-            return operator(a)
+            return self.operate(operator, a)
         found = by_group(a, self.groups, wanted, at_BS)
         return found[:-1] if at_BS is None else found
 
