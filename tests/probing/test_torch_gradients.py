@@ -264,6 +264,33 @@ def test_norms_of_both_ways(name: str) -> None:
         assert_norms(norms, loop)
 
 
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gain", [torch.float32, torch.bfloat16])
+def test_gains_of_another_dtype(gain: torch.dtype, data: torch.dtype) -> None:
+    """Torch adds up a broadcast gradient in the dtype of the result, then casts it."""
+    shifted = lambda m, x: torch.tanh(x * m.gain + m.shift)
+    parts = {name: torch.randn(D).to(gain) for name in ("gain", "shift")}
+    model, x = Made(shifted, **parts), torch.randn(B, 40, D).to(data)
+    plain = copy.deepcopy(model)
+    loss_of(plain, x).backward()
+    with gnsfast.per_sample_sqnorms(model, B, gradients="torch") as norms:
+        loss_of(model, x).backward()
+    assert_bits(model, plain)
+    assert_norms(norms, loop_sqnorms(plain, loss_of, x, B), rtol=5e-2)
+
+
+def test_other_model_in_one_autocast() -> None:
+    """What learning casts does not stay in the cache of autocast."""
+    model, x = MODELS["encoder"][0](), MODELS["encoder"][1]()
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = plain(x)
+        with gnsfast.per_sample_sqnorms(model, B, gradients="torch"):
+            y = model(x)
+            y.float().square().sum().backward()
+        assert torch.equal(y, want)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_models(seed: int) -> None:
     model = RandomModel(seed).eval()
