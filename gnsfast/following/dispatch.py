@@ -58,6 +58,7 @@ from gnsfast.following.leaf import (
 from gnsfast.following.owners import mark_made
 from gnsfast.following.packed import alone
 from gnsfast.following.replay import replay
+from gnsfast.following.uses import bare
 from gnsfast.functional import beside
 from gnsfast.tensors import writes
 
@@ -197,7 +198,8 @@ def _beside(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
     stand_in = kernel(*args, **kwargs)
     if stand_in is NotImplemented:
         return stand_in
-    return beside(func(*args, **kwargs), stand_in)
+    named = {name: bare(t) for name, t in kwargs.items()}
+    return beside(func(*map(bare, args), **named), stand_in)
 
 
 def _is_of_torch(args: Any, kwargs: Any) -> bool:

@@ -24,7 +24,7 @@ from gnsfast.following.leaf import (
     first_leaf,
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
-from gnsfast.functional import Plan
+from gnsfast.functional import Plan, any_autocast
 from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
 
@@ -348,6 +348,7 @@ def _begun(
     lengths, rows = (NO_LENGTHS, 0) if compiling() else _lengths(leaf, layout, x, then)
     if not compiling():
         leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
+        leaf.is_half |= leaf.norms_alone and any_autocast()  # torch's gradients may be
     in_order = isinstance(layout, Chosen) and (
         leaf.starts is not None or not _is_padded(expressions)
     )

@@ -309,6 +309,80 @@ def test_random_models(seed: int) -> None:
         assert_bits(model, plain)
 
 
+class Fused(nn.Module):
+    """A tied head whose logits are not stored."""
+
+    def __init__(self, tie: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(V, D), gnsfast.Linear(D, V, bias=not tie)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head.cross_entropy(torch.tanh(self.embedding(ids)), ids, reduction="none")
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_functions(kind: str, tie: bool) -> None:
+    """The bits of ``linear_cross_entropy`` are those that it has without a block."""
+    model, x = Fused(tie).to(KINDS[kind]), ids()
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        loss_of(plain, x, kind == "autocast").backward()
+        with gnsfast.per_sample_sqnorms(model, B, gradients="torch") as norms:
+            loss_of(model, x, kind == "autocast").backward()
+        assert_bits(model, plain)
+    if kind == "float64":
+        assert_norms(norms, loop_sqnorms(plain, loss_of, x, B))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["tied", "position", "RMS norm", "linear"])
+def test_compiled(name: str, backend: str) -> None:
+    """One graph, with torch's bits where nothing is fused. Inductor sums in another order where the
+    norms need a tensor that it would not have stored.
+    """
+    make, batch = MODELS[name]
+    model, x = make(), batch()
+    plain = copy.deepcopy(model)
+    gnsfast.learn(model, x)
+    torch.compiler.reset()
+    run, theirs = (torch.compile(m, fullgraph=True, backend=backend) for m in (model, plain))
+    loss_of(theirs, x).backward()
+    with gnsfast.per_sample_sqnorms(model, B, gradients="torch") as norms:
+        loss_of(run, x).backward()
+    if backend == "aot_eager":
+        assert_bits(model, plain)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-4)
+    assert_norms(norms, loop_sqnorms(plain, loss_of, x, B))
+
+
+def test_nothing_else_is_kept() -> None:
+    """A linear layer's input is the one that torch keeps, of autocast too."""
+    for half in (False, True):
+        model, x = MODELS["linear"][0](), MODELS["linear"][1]()
+        kept: dict[bool, int] = {}
+        for measured in (True, False):
+            saved: list[Tensor] = []
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda t, saved=saved: saved.append(t) or t, lambda t: t
+            )
+            block = gnsfast.per_sample_sqnorms(model, B, gradients="torch")
+            with block if measured else nullcontext():
+                if measured:
+                    loss_of(model, x).backward()  # learns
+            with block if measured else nullcontext():
+                with hooks:
+                    loss = loss_of(model, x, half)
+                loss.backward()
+            kept[measured] = sum(
+                {t.data_ptr(): t.untyped_storage().nbytes() for t in saved}.values()
+            )
+        assert kept[True] == kept[False]
+
+
 GPTS = {"nanoGPT": NanoGPT, "modded": ModdedGPT, "nanochat": NanoChat}
 
 
