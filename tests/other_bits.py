@@ -13,7 +13,7 @@ import torch
 from gnsfast import reference
 from gnsfast.ops import cpu
 
-GRADIENTS = {"linear_wgrad": 2, "in_projection_wgrad": 2, "norm_backward": 3, "embedding_wgrad": 1}
+GRADIENTS = {"linear_wgrad": 2, "norm_backward": 3, "embedding_wgrad": 1}
 """The first results of an operator, beside its probe rows."""
 
 

@@ -75,6 +75,10 @@ class GradientNoiseScale:
             micro-batches tr Σ has up to √((n - 1) / (K - 1)) times the error, and |G|² √((n - 1) /
             (n - n / K)) times (``compute().excess``). Where samples depend on each other, as
             through batch norm, the noise is that of micro-batches of this size.
+        gradients: who makes the gradients of measured updates. ``"fused"``: the kernels that square
+            each sample's gradient, at the least cost; losses differ from those of plain torch in
+            their last bits. ``"torch"``: torch's own functions, so training is the same to the last
+            bit. Measured updates then compute one more product for each weight, and write nothing.
 
     Each process must have whole samples, and processes average their gradients inside the block of
     the update, as DDP and FSDP2 do. At its end one small vector is summed over them. Tensor
@@ -116,6 +120,7 @@ class GradientNoiseScale:
         groups: Sequence[str] = (),
         keep_largest: int = 0,
         unit: str = "sample",
+        gradients: str = "fused",
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
@@ -134,6 +139,7 @@ class GradientNoiseScale:
             window=window,
             keep_largest=keep_largest,
             unit=unit,
+            gradients=gradients,
         )
         if self._settings.by_gradients:
             trained(unwrapped(model))

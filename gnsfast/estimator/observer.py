@@ -60,19 +60,20 @@ class Observer:
         self.is_settled = False
         self.is_open = False  # whether a micro-batch is
         self._passes: list[Pass] | None = None  # of the update under way, if there is one
-        s, slab = settings, (GradientSlab if settings.by_gradients else ProbeSlab)(model)
-        self.slab, self._table = slab, slab.followed.table
+        s, kind = settings, GradientSlab if settings.by_gradients else ProbeSlab
+        self.slab = slab = kind(model, s.gradients)
+        self._table = slab.followed.table
         self.processes = find_processes(self._wrapped, s.group)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
             self.processes = replace(self.processes, factor=factor)
         first = next(iter((*slab.parameters.values(), *self.model.parameters())), None)
         self.device = torch.device("cpu") if first is None else first.device
-        asked = [kind for kind in SIDES if s.sides[kind.name]]
+        asked = [side for side in SIDES if s.sides[side.name]]
         if asked and self.processes.tensor > 1:
             refuse([*s.features(), TENSOR_PARALLEL])
         setup = Setup(self.model, slab, s, self.processes, self.device)
-        self.sides = {kind.name: kind(setup) for kind in asked}
+        self.sides = {side.name: side(setup) for side in asked}
         self._has_agreed, self._arrived = self.processes.world == 1, ArrivedNorms({})
         self._bind()
 

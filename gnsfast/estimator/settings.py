@@ -28,6 +28,7 @@ class Settings:
     window: int = 64
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
     unit: str = "sample"
+    gradients: str = "fused"  # who makes those of measured passes, kernels or "torch"
     clusters: bool = False  # whether each micro-batch says which samples belong together
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from gnsfast.following.functions import (
     of_torch,
     renew_attention,
 )
-from gnsfast.following.kernels import KERNELS
+from gnsfast.following.kernels import KERNELS, cast_data
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
 from gnsfast.following.leaf import (
     MADE,
@@ -49,6 +49,7 @@ from gnsfast.following.leaf import (
     Row,
     Span,
     compiling,
+    expression_of,
     fail,
     first_leaf,
     twin_of,
@@ -57,6 +58,8 @@ from gnsfast.following.leaf import (
 from gnsfast.following.owners import mark_made
 from gnsfast.following.packed import alone
 from gnsfast.following.replay import replay
+from gnsfast.following.uses import bare
+from gnsfast.functional import beside
 from gnsfast.tensors import writes
 
 
@@ -172,7 +175,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _transformed(func, args, kwargs)
     with unfollowed():
         if (kernel := KERNELS.get(func)) is not None:
-            y = kernel(*args, **kwargs)
+            run = _beside if _is_of_torch(args, kwargs) else _run
+            y = run(kernel, func, args, kwargs)
             if y is not NotImplemented:
                 return y
         y = _without_kernel(func, args, kwargs)
@@ -181,6 +185,29 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     name = Call(func, args, kwargs).expressions[0].leaves[0].name
     torch._dynamo.graph_break(msg=f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
     return in_eager_code(func, args, kwargs)
+
+
+def _run(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a kernel in place of ``func``."""
+    return kernel(*args, **kwargs)
+
+
+def _beside(kernel: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of ``func``, which has torch's gradients, and the norms of a kernel."""
+    args, kwargs = cast_data(func, args, kwargs)
+    stand_in = kernel(*args, **kwargs)
+    if stand_in is NotImplemented:
+        return stand_in
+    named = {name: bare(t) for name, t in kwargs.items()}
+    return beside(func(*map(bare, args), **named), stand_in)
+
+
+def _is_of_torch(args: Any, kwargs: Any) -> bool:
+    """Whether torch's own functions give the gradients of the parameters among the arguments."""
+    for t in (*args, *kwargs.values()):
+        if (expression := expression_of(t)) is not None:
+            return expression.leaves[0].norms_alone
+    return False
 
 
 def in_eager_code(func: Any, args: Any, kwargs: Any) -> Any:
@@ -250,6 +277,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
             return y
     if is_made:
         return _of_parameters(call, leaf)
+    if name == "scaled_dot_product_attention" and call.own == [3] and leaf.norms_alone:
+        return _attended(call, row, places, leaf)
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
         spreads = broadcast(call, row, places, leaf)
         if spreads is not None:
@@ -259,6 +288,20 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if compiling():
         return NotImplemented
     return replay(call, row, places, leaf)
+
+
+def _attended(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) -> Any:
+    """The result of attention with a bias, which runs once more for the norms of that alone: torch
+    may have cast the bias before it adds up its gradient.
+    """
+    spreads = None if compiling() else broadcast(call, row, places, leaf, alone=True)
+    if spreads is None:
+        return NotImplemented if compiling() else replay(call, row, places, leaf)
+    as_now = call.as_now(draws=True)
+    y = call.run()
+    values = {i: call.leaves[i].detach() for i in call.others} | dict(zip(call.own, spreads))
+    with as_now():
+        return beside(y, call.run_with(values))
 
 
 OF_NO_SAMPLE = (

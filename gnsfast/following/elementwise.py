@@ -21,7 +21,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
 from gnsfast.following.uses import bare, plan_for
-from gnsfast.functional import Plan, backward_pass
+from gnsfast.functional import Plan, backward_pass, beside
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -45,7 +45,7 @@ class _Spread(torch.autograd.Function):
         ctx.own, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
         ctx.samples = plan.samples(probe)
         if expression is not None and expression.is_parted:
-            plan = Plan(starts=plan.starts)
+            plan = Plan(starts=plan.starts, norms_alone=plan.norms_alone)
         owner_N = layout.owner_N if isinstance(layout, Chosen) else None
         ctx.layout = layout if owner_N is None else None
         ctx.plan, ctx.expression = plan.without_tensors(), expression
@@ -69,7 +69,8 @@ class _Spread(torch.autograd.Function):
             if is_wanted([ctx.expression]):
                 leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
             rows = rows.new_zeros(ctx.shape)
-        return total.reshape(ctx.own), rows, None, None, None, None, None
+        [total] = plan.gradients([True], total.reshape(ctx.own))
+        return total, rows, None, None, None, None, None
 
 
 def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:
@@ -121,10 +122,10 @@ def _of_one(g: Tensor, starts: Tensor | None, b: int) -> Tensor:
 
 
 def broadcast(
-    call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf
+    call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf, alone: bool = False
 ) -> list[Tensor] | None:
     """The parameters of an element-wise function, broadcast to its result, in which the samples are
-    known; None where they are not.
+    known; None where they are not. ``alone``: for norms alone, beside torch's function.
     """
     leaves = call.leaves
     layout: Place
@@ -135,8 +136,8 @@ def broadcast(
     if shape is None:
         return None
     if row is None:
-        alone = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
-        layout = alone[0] or UNKNOWN if alone else UNKNOWN
+        whole = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
+        layout = whole[0] or UNKNOWN if whole else UNKNOWN
     elif row.chosen and not compiling():
         owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, row)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
@@ -161,8 +162,22 @@ def broadcast(
     others = [leaves[i].dtype for i in call.others]
     if any(t.ndim == 0 and any(t.dtype != other for other in others) for t in values):
         return None
-    found = [spread_out(t, shape, layout) for t in values]
+    if leaf.norms_alone and not alone and not all(_is_added_up_alike(call, t) for t in values):
+        return None
+    found = [spread_out(t, shape, layout, alone) for t in values]
     return None if any(t is None for t in found) else [t for t in found if t is not None]
+
+
+def _is_added_up_alike(call: Call, t: Tensor) -> bool:
+    """Whether a broadcast copy of a parameter has its gradient in the same dtype, in which torch
+    adds it up.
+    """
+    dtypes = {own.dtype for own in call.leaves if isinstance(own, Tensor) and own.ndim}
+    floats = {dtype for dtype in dtypes if dtype.is_floating_point} | {t.dtype}
+    if call.name in IN_PLACE:
+        return len(floats) == 1
+    widest = max(floats, key=lambda dtype: dtype.itemsize)
+    return widest == t.dtype or len(floats) == 1
 
 
 def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
@@ -192,7 +207,9 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     return y if y is None else y.to(x.dtype)
 
 
-def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) -> Tensor | None:
+def spread_out(
+    e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned, alone: bool = False
+) -> Tensor | None:
     """A tensor made of parameters, broadcast to ``shape``; None if it has a part for each sample,
     or for single tokens of packed documents.
     """
@@ -206,7 +223,7 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
     if wide[d : d + 1] != (1,) and not isinstance(layout, Owned):
         return None
     first = isinstance(layout, Layout) and layout.is_first
-    if expression.kind == ROWS and first and (y := _as_rows(expression, shape)) is not None:
+    if expression.kind == ROWS and first and (y := _as_rows(e, shape)) is not None:
         return y
     each = 1
     if leaf.starts is not None and isinstance(layout, Layout):
@@ -224,13 +241,14 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) ->
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression
     spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
-    return spread
+    return beside(bare(e).expand(shape), spread) if plan.norms_alone and not alone else spread
 
 
-def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
+def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:
     """Rows of a table at ids that all samples share, looked up for each sample."""
+    expression = expression_of(e)
+    assert expression is not None and expression.rows is not None
     leaf = expression.leaves[0]
-    assert expression.rows is not None
     ids, padding_idx = expression.rows
     B, n = leaf.lanes, len(shape)
     if shape[0] != B or (leaf.starts is not None and shape[:-1].numel() != leaf.tokens):
@@ -244,4 +262,5 @@ def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
     ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
     plan = plan_for([leaf.whole], [leaf.current], FIRST)
     y, _ = functional.embedding(ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx)
-    return y.expand(shape)
+    y = y.expand(shape)
+    return beside(bare(e).expand(shape), y) if plan.norms_alone else y

@@ -23,6 +23,7 @@ from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.packed import rows_at
 from gnsfast.following.uses import again, bare, begin, in_rows
+from gnsfast.functional import any_autocast, autocast_dtype
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -70,7 +71,7 @@ def _linear(
     dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
     moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
     if moved:
-        x, plan = x.movedim(moved, 0), plan._replace(batch_dim=0)
+        x, plan = use.data(x).movedim(moved, 0), plan._replace(batch_dim=0)
     own = bare(weight), bare(bias), probe, plan, () if use.is_sorted else _links(weight)
     if moved:
         return functional.linear(x, *own).movedim(0, moved).contiguous()
@@ -103,8 +104,9 @@ def grouped_mm(
     expert_N = torch.searchsorted(offs, rows_N, right=True)  # E stands for an expert elsewhere
     key_N, order_N = (expert_N * B + use.layout.owner_N).sort(stable=True)
     starts = torch.searchsorted(key_N, torch.arange(E * B + 1, device=key_N.device))
-    x = rows_at(mat_a, order_N)
-    y = functional.grouped_linear(x, mat_b, None, starts, use.probe, transposed=True)
+    x = rows_at(use.data(mat_a), order_N)
+    own: Any = {"transposed": True, "norms_alone": use.plan.norms_alone}
+    y = functional.grouped_linear(x, mat_b, None, starts, use.probe, **own)
     return rows_at(y, order_N.argsort())
 
 
@@ -140,7 +142,8 @@ def embedding(
     if use is None:
         return NotImplemented
     leaf, plan, probe = use.leaf, use.plan, use.probe
-    _renormalise(weight, input, max_norm, norm_type)
+    if not plan.norms_alone:  # else torch does it
+        _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
     if tied and leaf.found.is_taken and compiling():
         return NotImplemented
@@ -219,7 +222,7 @@ def conv(
         return own * dims if len(own) == 1 else own
 
     return functional.conv(
-        input,
+        use.data(input),
         bare(weight),
         bare(bias),
         use.probe,
@@ -259,8 +262,10 @@ def _channels(
     use = begin(name, x, (weight, bias))
     if use is None:
         return NotImplemented
-    y = norm(*(t if t is None else t.detach() for t in (weight, bias)))
-    own = bare(weight), bare(bias), use.probe, use.plan
+    x, plan = use.data(x), use.plan
+    fixed = (t if t is None else t.detach() for t in (weight, bias))
+    y = plan.output(x, x.shape, lambda: norm(*fixed))
+    own = bare(weight), bare(bias), use.probe, plan
     return functional.channel_norm(y, x, *own, normalised=normalised)
 
 
@@ -334,7 +339,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> A
     if use is None:
         return NotImplemented
     own = bare(weight), bare(bias), use.probe, use.plan
-    return functional.bilinear(input1, input2, *own)
+    return functional.bilinear(use.data(input1), use.data(input2), *own)
 
 
 def embedding_bag(
@@ -360,14 +365,17 @@ def embedding_bag(
     use = begin("embedding_bag", bags, (weight,), place=place, has_plan=False)
     if use is None:
         return NotImplemented
-    _renormalise(weight, input, max_norm, norm_type)
+    if not use.plan.norms_alone:
+        _renormalise(weight, input, max_norm, norm_type)
+    factors = per_sample_weights if per_sample_weights is None else use.data(per_sample_weights)
     return functional.embedding_bag(
         input,
         bare(weight),
         use.probe,
+        use.plan,
         offsets=offsets,
         mode=mode,
-        per_sample_weights=per_sample_weights,
+        per_sample_weights=factors,
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
     )
@@ -409,7 +417,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     if use is None:
         return NotImplemented
     probe = torch.cat([e.leaves[0].probe for e in use.expressions])
+    if use.plan.norms_alone:  # it has no norms alone: the gradients that it gives go nowhere
+        for name, t in options.items():
+            if isinstance(t, Tensor) and t.requires_grad:
+                options[name] = t.detach().requires_grad_()
+    q, k, v = map(use.data, (q, k, v))
     return functional.attention(q, k, v, probe=probe, **options)
+
+
+def cast_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``func``, of which the data have the dtype that autocast would give them in
+    it. Torch's function and a kernel beside it then keep one tensor. Autocast casts leaves once for
+    several functions, so these are left to it.
+    """
+    if not any_autocast() or func not in LOWERED:
+        return args, kwargs
+
+    def cast(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point() or expression_of(t) is not None:
+            return t
+        return t if t.is_leaf and t.requires_grad else t.to(autocast_dtype(t) or t.dtype)
+
+    return tuple(map(cast, args)), {name: cast(t) for name, t in kwargs.items()}
 
 
 _CONVS = F.conv1d, F.conv2d, F.conv3d
@@ -433,3 +462,6 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     functional.linear_cross_entropy: cross_entropy,
     functional.attention: attention,
 }
+
+LOWERED = frozenset((F.linear, torch.addmm, *PRODUCTS, *_CONVS, *_TRANSPOSED))
+"""Those of them whose arguments autocast casts to a lower precision."""

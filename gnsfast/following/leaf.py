@@ -119,7 +119,8 @@ class Leaf:
     compiled code, which does not count. ``left_out`` says why it has no norms, and ``refused`` why
     it has none in any table. ``is_opaque``: no function that takes it can be seen. ``is_half``:
     data in half precision has met it. ``is_ordered``: the samples lie in other ways in some of its
-    calls than in others of the same name.
+    calls than in others of the same name. ``norms_alone``: torch's own functions give the outputs
+    and gradients of the open block, and kernels the norms alone.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -140,6 +141,7 @@ class Leaf:
         self.refused, self.is_opaque = "", False
         self.is_sharded, self.is_half = hasattr(p, "placements"), False
         self.is_shared = False  # by several modules
+        self.norms_alone = False
         self.known_uses, self.is_known_joined = 1, False
         self.forget()
         self.open()

@@ -85,9 +85,10 @@ class Followed:
         facts: Mapping[str, Facts] = {},
         documents: Documents | None = None,
         watcher: Any = None,
+        norms_alone: bool = False,
     ) -> None:
         """Follow the parameters from here on. If ``watcher`` is deleted before ``close``, that is
-        called.
+        called. ``norms_alone``: torch's own functions give the outputs and gradients.
         """
         if self.is_open:
             raise ObservationError(
@@ -97,7 +98,8 @@ class Followed:
         structure = self.structure
         if watcher is not None:
             self.watcher = weakref.ref(watcher, self._abandoned)
-        self.is_open, self.passes.asked = True, Asked(samples, facts, documents)
+        self.is_open = True
+        self.passes.asked = Asked(samples, facts, documents, norms_alone)
         try:
             self.passes.begin(self.passes.asked)
             sharded = {id(record.sharded_param): record for record in structure.sharded()}

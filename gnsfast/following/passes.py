@@ -18,12 +18,13 @@ from gnsfast.functional import Documents
 
 class Asked(NamedTuple):
     """What a block measures: the norms of so many samples, which are documents where they are
-    packed, and the facts of each parameter by name.
+    packed, and the facts of each parameter by name. ``norms_alone``: torch gives the gradients.
     """
 
     samples: int = 0
     facts: Mapping[str, Facts] = {}
     documents: Documents | None = None
+    norms_alone: bool = False
 
 
 class Rows(Mapping[Leaf, Tensor]):
@@ -87,13 +88,14 @@ class Passes:
 
     def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
         """Begin a pass for some ``leaves``, or for all."""
-        samples, facts, documents = asked
+        samples, facts, documents, norms_alone = asked
         probes = self._probes_for(samples, facts)
         some = self.leaves if leaves is None else leaves
         if some:
             some[0].lengths.pairs.clear()  # those of all leaves
         is_plain = leaves is None and documents is None and not facts
-        if not is_plain or probes is not self._bound:  # else it is like the pass before
+        is_like = all(leaf.norms_alone is norms_alone for leaf in some[:1])
+        if not (is_plain and is_like and probes is self._bound):  # else it is like the pass before
             starts = None if documents is None else documents.starts
             for leaf in some:
                 leaf.recent.clear()
@@ -102,7 +104,7 @@ class Passes:
                     leaf.starts = starts if starts is None else starts.to(leaf.current.device)
                     leaf.tokens = 0 if documents is None else documents.tokens
                 leaf.probe, leaf.pair = probes[leaf.index]
-                leaf.samples = samples
+                leaf.samples, leaf.norms_alone = samples, norms_alone
             self._bound = probes if is_plain else None
         for leaf in some:
             leaf.probe.grad = leaf.pair.grad = None
@@ -110,7 +112,8 @@ class Passes:
 
     def begin_trial(self, samples: int, documents: Documents | None = None) -> None:
         """Begin a pass of our own, for all leaves."""
-        self.begin(Asked(samples, documents=documents), self.leaves)
+        asked = self.asked._replace(samples=samples, facts={}, documents=documents)
+        self.begin(asked, self.leaves)
 
     def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
         """Leaves of zeros [P, B + 2 + G], which store one number each."""

@@ -14,7 +14,7 @@ from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.packed import alone
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
-from gnsfast.functional import backward_pass
+from gnsfast.functional import backward_pass, passed_on
 from gnsfast.tensors import tensors_of
 
 
@@ -110,9 +110,7 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, replay: Replay, probes: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.replay, ctx.probes = replay, probes
         ctx.set_materialize_grads(False)
-        # A new tensor for each result, because autograd forbids in-place operations on a view that
-        # a custom Function returns.
-        return tuple(torch.ops.aten._unsafe_view(t, t.shape) for t in tensors[probes:])
+        return tuple(map(passed_on, tensors[probes:]))
 
     @staticmethod
     @backward_pass

@@ -146,6 +146,7 @@ class Structure:
         parameter meanwhile.
         """
         cached = parametrize._cache
+        torch.clear_autocast_cache()  # parameters have other values meanwhile
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
             given = pytree.tree_leaves(self.given)
@@ -154,6 +155,7 @@ class Structure:
                 yield
         finally:
             parametrize._cache = cached
+            torch.clear_autocast_cache()
 
 
 _registrations = [0]

@@ -24,7 +24,7 @@ from gnsfast.following.leaf import (
     first_leaf,
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
-from gnsfast.functional import Plan
+from gnsfast.functional import Plan, any_autocast
 from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
 
@@ -70,8 +70,7 @@ class Joining:
         is_plain = _is_plain(plan)
         joined = [e.is_joined for e in self.expressions]
         if is_plain and at_BS is None and not any(joined):
-            alone: tuple[Any, ...] = operator(a)
-            return alone
+            return plan.operate(operator, a)
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
         serves = is_plain or type(a) in BY_SAMPLE
         if serves:
@@ -132,11 +131,12 @@ def plan_for(
     if is_dtensor(values[0]):
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
-        return Plan(batch_dim=dim, transposed=transposed)
+        return Plan(batch_dim=dim, transposed=transposed, norms_alone=leaf.norms_alone)
     own: dict[str, Any] = {}
     if joins and not compiling():
         own = {"uses": Joining(tuple(expressions)), "module": leaf.name}
     groups = leaf.facts.groups  # those of all leaves
+    own["norms_alone"] = leaf.norms_alone
     return Plan(batch_dim=dim, transposed=transposed, starts=starts, groups=groups, **own)
 
 
@@ -207,10 +207,15 @@ class Use(NamedTuple):
         """Whether the kernel gets rows that the data have chosen, sorted by sample."""
         return isinstance(self.layout, Chosen) and self.plan.starts is not None
 
+    def data(self, x: Tensor) -> Tensor:
+        """``x`` for the kernel, which has no gradient for it where torch gives the gradients."""
+        return x.detach() if self.plan.norms_alone else x
+
     def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """``kernel(x)``, which sees packed documents in their order, and rows that the data have
         chosen by sample.
         """
+        x = self.data(x)
         if isinstance(self.layout, Chosen):
             if not self.is_sorted:
                 return packed.run_padded(kernel, x, self.layout, self.leaf.samples)
@@ -343,6 +348,7 @@ def _begun(
     lengths, rows = (NO_LENGTHS, 0) if compiling() else _lengths(leaf, layout, x, then)
     if not compiling():
         leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
+        leaf.is_half |= leaf.norms_alone and any_autocast()  # torch's gradients may be
     in_order = isinstance(layout, Chosen) and (
         leaf.starts is not None or not _is_padded(expressions)
     )

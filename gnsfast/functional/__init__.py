@@ -10,9 +10,12 @@ are those of ``torch.nn.functional``.
 """
 
 from gnsfast.functional._attention import attention
+from gnsfast.functional._autocast import any_autocast as any_autocast
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._autocast import backward_pass as backward_pass
 from gnsfast.functional._autocast import graphs_of_gradients as graphs_of_gradients
+from gnsfast.functional._beside import beside as beside
+from gnsfast.functional._beside import passed_on as passed_on
 from gnsfast.functional._bilinear import bilinear
 from gnsfast.functional._channel_norm import channel_norm
 from gnsfast.functional._conv import conv

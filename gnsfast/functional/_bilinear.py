@@ -23,7 +23,7 @@ class _Bilinear(torch.autograd.Function):
         plan.check("bilinear", probe, sum(ctx.needs_input_grad[2:4]), w)
         ctx.save_for_backward(x, y, w, *plan.tensors())
         ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
-        z = torch_bilinear(x, y, w, b)
+        z = plan.output(x, (*x.shape[:-1], len(w)), lambda: torch_bilinear(x, y, w, b))
         if not torch.compiler.is_compiling() and z._is_view():  # see ``_linear.py``
             z = z.data
         return z
@@ -51,7 +51,7 @@ class _Bilinear(torch.autograd.Function):
         rows = (plan.rows(t, B) for t in (products, dz))
         a = plan.linear_wgrad(*rows, need, w.dtype)
         dw, db, probe_rows, _ = plan.run(ops.linear_wgrad, a, need)
-        dw, db = (t if wanted else None for t, wanted in zip((dw, db), need))
+        dw, db = plan.gradients(need, dw, db)
         return dx, dy, dw if dw is None else dw.view_as(w), db, probe_rows, None
 
 

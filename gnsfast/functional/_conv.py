@@ -31,18 +31,24 @@ class _Conv(torch.autograd.Function):
     ) -> Tensor:
         plan.check("conv", probe, sum(ctx.needs_input_grad[1:3]), w)
         ctx.parameter_dtype = w.dtype
-        w, b = cast_like(x, w, b)
-        ctx.save_for_backward(x, w)
+        ctx.kernel = list(w.shape[2:])
+        if not plan.norms_alone:
+            w, b = cast_like(x, w, b)
+        ctx.save_for_backward(x, w if ctx.needs_input_grad[0] else None)
         ctx.samples, ctx.plan = plan.samples(probe), plan
         ctx.geometry, ctx.output_padding = geometry, output_padding
-        y: Tensor
-        if output_padding is None:
-            y = CONVS[w.ndim - 3](x, w, b, *geometry)
-        else:
-            stride, padding, dilation, groups = geometry
-            last = output_padding, groups, dilation
-            y = TRANSPOSED[w.ndim - 3](x, w, b, stride, padding, *last)
-        return y
+        stride, padding, dilation, groups = geometry
+
+        def layer() -> Tensor:
+            y: Tensor
+            if output_padding is None:
+                y = CONVS[w.ndim - 3](x, w, b, *geometry)
+            else:
+                last = output_padding, groups, dilation
+                y = TRANSPOSED[w.ndim - 3](x, w, b, stride, padding, *last)
+            return y
+
+        return plan.output(x, _shape(x, w, geometry, output_padding), layer)
 
     @staticmethod
     @backward_pass
@@ -58,12 +64,23 @@ class _Conv(torch.autograd.Function):
                 *(groups, [True, False, False]),
             )
         last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
-        a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
+        a = ConvWgrad(x, dy, ctx.samples, ctx.kernel, *last)
         wgrad: Any = ops.conv_wgrad
         if transposed:
             wgrad = partial(_transposed_wgrad, output_padding=ctx.output_padding)
         dw, db, rows = ctx.plan.run(wgrad, a, (need_w, need_b))
-        return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 6
+        return dx, *ctx.plan.gradients((need_w, need_b), dw, db), rows, *(None,) * 6
+
+
+def _shape(x: Tensor, w: Tensor, geometry: Any, added: list[int] | None) -> tuple[int, ...]:
+    """The shape of the output, of a transposed convolution if an output padding is ``added``."""
+    stride, padding, dilation, groups = geometry
+    reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:])]
+    sizes = zip(x.shape[2:], stride, padding, reach)
+    if added is None:
+        return len(x), len(w), *((n + 2 * p - r - 1) // s + 1 for n, s, p, r in sizes)
+    own = [(n - 1) * s - 2 * p + r + a + 1 for (n, s, p, r), a in zip(sizes, added)]
+    return len(x), w.shape[1] * groups, *own
 
 
 def _transposed_wgrad(

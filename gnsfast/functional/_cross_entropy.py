@@ -132,8 +132,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         flat_N1, hit_N1 = dloss_N1 * (ctx.smoothing / len(w_VD)), dloss_N1 * (1 - ctx.smoothing)
         tokens = _Tokens(label_N1, lse_N1, share_N1, flat_N1, hit_N1)
         dx = torch.zeros_like(x_ND, dtype=lse_N1.dtype) if need_x else None
-        dw = torch.empty_like(w_VD) if need_w else None
-        db = torch.empty_like(b_V) if need_b else None
+        makes = not plan.norms_alone or bool(link_ids)  # links take rows of dW
+        dw = torch.empty_like(w_VD) if need_w and makes else None
+        db = torch.empty_like(b_V) if need_b and makes else None
+        own = plan._replace(norms_alone=not makes)
         B: int | None = ctx.samples
         probe_rows, to_links = None, []
         if B is not None:
@@ -148,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dx.addmm_(dz_NC, w_CD)
                 else:
                     dx += dz_NC @ w_CD
-            dw_CD, db_C, rows = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
+            dw_CD, db_C, rows = _wgrad(x_ND, dz_NC, own, B, need_w, need_b, w_VD.dtype)
             for whole, piece in ((dw, dw_CD), (db, db_C)):
                 if whole is not None:
                     whole[part] = piece
@@ -162,7 +164,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             probe_rows[:, B + 1].clamp_(max=1.0)  # one call, however many parts
             probe_rows = probe_rows.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
-        return dx, dw, db, probe_rows, *(None,) * 5, *to_links
+        grads = plan.gradients((need_w, need_b), dw, db)
+        return dx, *grads, probe_rows, *(None,) * 5, *to_links
 
 
 def _room(like: Tensor) -> int:

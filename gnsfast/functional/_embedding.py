@@ -36,7 +36,8 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         B, table = _samples(probe, plan), (w.shape[0], padding, w.dtype)
         ctx.kept = plan.without_tensors(), B, table, wgrad, links[::3]
-        y = torch_embedding(ids, w, padding_idx)
+        shape = *ids.shape, w.shape[1]
+        y = plan.output(w, shape, lambda: torch_embedding(ids, w, padding_idx))
         if not tied:
             return (y,)
         B, T, D = samples_first(y, B, plan.batch_dim).shape
@@ -72,7 +73,7 @@ class _Embedding(torch.autograd.Function):
             if link_ids:
                 linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
                 to_links = link_grads(link_ids, linked, dw, *of_groups)
-        return None, dw, rows, *(None,) * 3, *to_links
+        return None, *plan.gradients([True], dw), rows, *(None,) * 3, *to_links
 
 
 def _samples(probe: Tensor, plan: Plan) -> int:

@@ -32,20 +32,27 @@ class _EmbeddingBag(torch.autograd.Function):
         padding_idx: int | None,
     ) -> Tensor:
         plan.check("embedding_bag", probe, 1, w)
-        y: Tensor = torch_embedding_bag(
-            ids,
-            w,
-            offsets,
-            mode=mode,
-            per_sample_weights=weights,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-        )
+        bags = len(ids) if offsets is None else len(offsets) - include_last_offset
+
+        def layer() -> Tensor:
+            y: Tensor = torch_embedding_bag(
+                ids,
+                w,
+                offsets,
+                mode=mode,
+                per_sample_weights=weights,
+                include_last_offset=include_last_offset,
+                padding_idx=padding_idx,
+            )
+            return y
+
+        y = plan.output(w, (bags, w.shape[1]), layer)
         if offsets is not None and not include_last_offset:
             offsets = F.pad(offsets, (0, 1), value=len(ids))
         ctx.save_for_backward(ids, offsets, weights, w if ctx.needs_input_grad[3] else None)
         padding = -1 if padding_idx is None else padding_idx % max(len(w), 1)
         ctx.samples, ctx.mode, ctx.table = plan.samples(probe), mode, (len(w), padding, w.dtype)
+        ctx.plan = plan.without_tensors()
         return y
 
     @staticmethod
@@ -77,7 +84,7 @@ class _EmbeddingBag(torch.autograd.Function):
             starts_B1 = starts_G1[:: max(G // max(B, 1), 1)]
             a = EmbeddingWgrad(dy_ND, ids_N, *table, starts_B1)
         dw, rows = ops.embedding_wgrad(a)
-        return None, dw, None, dweights, rows, *(None,) * 4
+        return None, *ctx.plan.gradients([True], dw), None, dweights, rows, *(None,) * 4
 
 
 def embedding_bag(

@@ -24,15 +24,22 @@ class _GroupedLinear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         _, *need = ctx.needs_input_grad[:3]
-        assert plan.starts is not None
+        starts = plan.starts
+        assert starts is not None
         plan.check("experts", probe, sum(need))
         ctx.parameter_dtype, ctx.samples = w.dtype, plan.samples(probe)
-        w, b = w.to(dtype), b if b is None else b.to(dtype)
-        ctx.save_for_backward(x if need[0] else None, w, *plan.tensors())
+        if not plan.norms_alone:
+            w, b = w.to(dtype), b if b is None else b.to(dtype)
+        w_for_dx = w if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(x if need[0] else None, w_for_dx, *plan.tensors())
         ctx.plan = plan.without_tensors()
-        with without_autocast(x):
-            w_EIO = w if plan.transposed else w.mT
-            return _grouped_mm(x, w_EIO, b, plan.starts, ctx.samples)
+        w_EIO = w if plan.transposed else w.mT
+
+        def layer() -> Tensor:
+            with without_autocast(x):
+                return _grouped_mm(x, w_EIO, b, starts, ctx.samples)
+
+        return plan.output(x, (len(x), w_EIO.shape[2]), layer)
 
     @staticmethod
     @backward_pass
@@ -46,7 +53,7 @@ class _GroupedLinear(torch.autograd.Function):
             dx = _grouped_mm(dy, w_EOI, None, plan.starts, ctx.samples)
         a = plan.linear_wgrad(dy if x is None else x, dy, need, ctx.parameter_dtype)
         dw, db, rows, _ = plan.run(ops.linear_wgrad, a, need)
-        return dx, dw if need[0] else None, db if need[1] else None, rows, None, None
+        return dx, *plan.gradients(need, dw, db), rows, None, None
 
 
 def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor, B: int) -> Tensor:
@@ -89,6 +96,7 @@ def grouped_linear(
     *,
     transposed: bool = False,
     dtype: torch.dtype | None = None,
+    norms_alone: bool = False,
 ) -> Tensor:
     """``F.linear(x[rows], weight[e], bias[e])`` for each expert e and its rows, with a backward
     that fills ``probe``.
@@ -105,6 +113,7 @@ def grouped_linear(
             have no expert: their outputs and gradients are zeros.
         probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
         dtype: the dtype of the products, by default that of ``weight``.
+        norms_alone: as in ``Plan``.
 
     The squared norms scale with the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape, and for ``starts`` of another length.
@@ -124,6 +133,6 @@ def grouped_linear(
             f"and the end, not {list(starts.shape)}"
         )
     dtype = dtype or weight.dtype
-    plan = Plan(transposed=transposed, starts=starts, experts=E)
+    plan = Plan(transposed=transposed, starts=starts, experts=E, norms_alone=norms_alone)
     y: Tensor = _GroupedLinear.apply(x.to(dtype), weight, bias, probe, plan, dtype)
     return y

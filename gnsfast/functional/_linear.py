@@ -22,9 +22,12 @@ class _Linear(torch.autograd.Function):
         need_w, need_b = ctx.needs_input_grad[1:3]
         plan.check("linear", probe, need_w + need_b, w, bool(links))
         ctx.kept = plan.without_tensors(), plan.samples(probe), w.dtype, links[::3]
-        w, b = cast_like(x, w, b)
-        ctx.save_for_backward(x if need_w else None, w, *plan.tensors())
-        y = torch_linear(x, w.t() if plan.transposed else w, b)
+        shape = *x.shape[:-1], w.shape[1 if plan.transposed else 0]
+        if not plan.norms_alone:
+            w, b = cast_like(x, w, b)
+        w_for_dx = w if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(x if need_w else None, w_for_dx, *plan.tensors())
+        y = plan.output(x, shape, lambda: torch_linear(x, w.t() if plan.transposed else w, b))
         if not torch.compiler.is_compiling() and y._is_view():
             # With a bias torch returns a view. Autograd forbids in-place operations on a view that
             # a custom Function returns.
@@ -45,7 +48,7 @@ class _Linear(torch.autograd.Function):
         a = plan.linear_wgrad(x, dy, need, dtype, ids)
         dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
         to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
-        return dx, dw if need[0] else None, db if need[1] else None, rows, None, *to_links
+        return dx, *plan.gradients(need, dw, db), rows, None, *to_links
 
 
 def linear(

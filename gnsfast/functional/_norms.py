@@ -54,14 +54,13 @@ class _Norm(torch.autograd.Function):
         a = NormBackward(*rows[:2], *statistics, *lists[4:], *last)
         dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
         dx = _shaped(plan.rows_back(dx, lists[1]), x)
-        dw = _shaped(dw, w) if need[0] else None
-        db = _shaped(db, b) if need[1] else None
+        dw, db = map(_shaped, plan.gradients(need, dw, db), (w, b))
         return dx, dw, db, probe_rows, *(None,) * 4
 
 
-def _shaped(t: Tensor, like: Tensor) -> Tensor:
+def _shaped(t: Any, like: Any) -> Any:
     """``t.reshape_as(like)``, which takes 1 µs where it has that shape already."""
-    return t if t.shape == like.shape else t.reshape_as(like)
+    return t if t is None or t.shape == like.shape else t.reshape_as(like)
 
 
 def layer_norm(

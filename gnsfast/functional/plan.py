@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import combinations
-from gnsfast.ops import Groups, by_group
+from gnsfast.ops import Groups, by_group, norms_alone
 from gnsfast.signatures import LinearWgrad
 from gnsfast.tensors import is_dtensor
 
@@ -35,6 +35,8 @@ class Plan(NamedTuple):
         module: the layer's name in messages.
         uses: decides in backward whether the rows are the norms of the parameters, or a part that
             is joined with other uses of them.
+        norms_alone: whether torch's own function gives the output and all gradients, and the layer
+            the norms alone. Its output is then a stand-in without memory (``beside``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> groups = gnsfast.functional.Groups.of(torch.tensor([0, 2]), torch.tensor([1]))
@@ -52,6 +54,7 @@ class Plan(NamedTuple):
     groups: Groups | None = None
     module: str | None = None
     uses: Any = None
+    norms_alone: bool = False
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. If the plan held B, torch.compile would build a graph for each B."""
@@ -134,6 +137,16 @@ class Plan(NamedTuple):
         """The plan of parameter number ``k`` alone."""
         return self._replace(uses=self.uses and self.uses.of(k))
 
+    def output(self, like: Tensor, shape: Sequence[int], layer: Callable[[], Tensor]) -> Tensor:
+        """The output of a ``layer``, or a stand-in of its ``shape``, with the dtype of ``like``."""
+        return like.new_zeros(()).expand(*shape) if self.norms_alone else layer()
+
+    def gradients(self, wanted: Sequence[bool], *grads: Tensor | None) -> Sequence[Tensor | None]:
+        """Those of the parameters that are ``wanted`` of the layer: none if torch gives them."""
+        if self.norms_alone:
+            return (None,) * len(grads)
+        return [g if want else None for g, want in zip(grads, wanted)]
+
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
         if self.starts is not None:
@@ -161,6 +174,10 @@ class Plan(NamedTuple):
         flags = weight, bias, self.transposed, dtype
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS)
 
+    def operate(self, operator: Operator, a: Any) -> tuple[Tensor, ...]:
+        """``operator(a)``, whose sums may be empty where torch gives the gradients."""
+        return norms_alone(operator, a) if self.norms_alone else operator(a)
+
     def run(
         self,
         operator: Operator,
@@ -176,7 +193,7 @@ class Plan(NamedTuple):
             joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
         if self.groups is None:
-            return operator(a)
+            return self.operate(operator, a)
         found = by_group(a, self.groups, wanted, at_BS)
         return found[:-1] if at_BS is None else found
 

@@ -5,6 +5,7 @@ from gnsfast.ops import backends, cpu, extension
 from gnsfast.ops.by_group import Groups, by_group
 from gnsfast.ops.dtensor import embedding_wgrad as sharded_embedding_wgrad
 from gnsfast.ops.dtensor import linear_wgrad, norm_backward
+from gnsfast.ops.norms_alone import norms_alone
 from gnsfast.ops.operators import (
     attention_backward,
     attention_forward,
@@ -24,5 +25,6 @@ __all__ = [
     "extension",
     "linear_wgrad",
     "norm_backward",
+    "norms_alone",
     "sharded_embedding_wgrad",
 ]

@@ -82,6 +82,44 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _as(dw, a.dtype), _as(db, a.dtype), rows, reference.linked_rows(a)
 
 
+def linear_norms(a: LinearWgrad) -> Tensor:
+    """The probe rows of ``linear_wgrad``, of plain samples. One block of dW after the other is made
+    in memory that stays in the cache.
+    """
+    x, dy = a.x_BTI, a.dy_BTO
+    if not (a.weight and takes(x, dy, a.samples)):
+        return reference.linear_norms(a)
+    if x.dtype == torch.float16:
+        x, dy = x.float(), dy.float()
+    left, right = (x, dy) if a.transposed else (dy, x)
+    (B, T, M), N = left.shape, right.shape[2]
+    sqnorm_B = None
+    if takes_gram(of_linear(x.dtype), B, T, M, N):
+        left, right = left.contiguous(), right.contiguous()
+        sqnorm_B = _gram_sqnorms(of_linear(x.dtype), left, right)
+    parts = left.split(reference.even_block(M, max(1, BLOCK // N)), 2)
+    dw = _empty(x, parts[0].shape[2], N)
+    db = _empty(x, max(dw.shape)) if a.bias else None
+    rows_KPB = _empty(x, len(parts), 1 + a.bias, B + 2)
+    for k, (part, rows) in enumerate(zip(parts, rows_KPB)):
+        m = part.shape[2]
+        own = _Wgrad(part, right, dw[:m], None, rows, a.transposed, None, sqnorm_B)
+        if db is not None and (k == 0 or not a.transposed):
+            own = own._replace(db=db[: N if a.transposed else m])
+        _fill(own)
+    if a.bias and a.transposed:
+        rows_KPB[1:, 1] = 0.0
+    rows = rows_KPB.sum(0, dtype=torch.float64).to(torch.float32)
+    if sqnorm_B is not None:  # each block has written those of the whole
+        rows[0, :B] = sqnorm_B
+    rows[:, -1] = 1.0
+    return rows
+
+
+BLOCK = 1 << 18
+"""The numbers of dW that are made at a time where nobody wants them: 1 MiB."""
+
+
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``NormBackward``. Documents are left to the reference."""
     x, dy, mean, rstd, w, b = a.x_BTF, a.dy_BTF, a.mean_BT1, a.rstd_BT1, a.w_F, a.b_F
@@ -285,7 +323,7 @@ def _fill(wgrad: _Wgrad) -> None:
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     kernel = of_linear(left_BTM.dtype)
     plain = wgrad.starts is None
-    if plain and takes_gram(kernel, B, T, M, N):
+    if plain and wgrad.sqnorm_B is None and takes_gram(kernel, B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = _gram_sqnorms(kernel, left_BTM, right_BTN)
         wgrad = _Wgrad(left_BTM, right_BTN, *wgrad[2:-1], sqnorm_B)  # _replace takes a microsecond

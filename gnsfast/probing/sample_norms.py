@@ -70,6 +70,10 @@ class per_sample_sqnorms:
             hook are not audited.
         table: what ``gnsfast.learn`` has found out about the model, which its blocks execute from
             here on. By default the first batch that the model gets in a block is learnt from, once.
+        gradients: who makes ``.grad``. ``"fused"``: the kernels that square each sample's gradient,
+            at the least cost; the last bits differ from torch's. ``"torch"``: torch's own
+            functions, so outputs and gradients have the bits that they have without the block. The
+            norms then cost one more product of each weight's gradient.
 
     The block yields a mapping from parameter names to [B] float32, whose method ``total()`` gives
     [B] over all parameters. Parameters whose norms were not proven when the table was learnt are
@@ -108,6 +112,7 @@ class per_sample_sqnorms:
         cu_seqlens: Tensor | None = None,
         audit: str = "first",
         table: Table | None = None,
+        gradients: str = "fused",
     ) -> None:
         if audit not in ("first", "always"):
             raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
@@ -118,7 +123,7 @@ class per_sample_sqnorms:
             self._documents = document_slots(cu_seqlens, num_samples, slots)
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
-        self._slab, self._slots = ProbeSlab(model), slots
+        self._slab, self._slots = ProbeSlab(model, gradients), slots
         if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         if not self._slab.leaves:

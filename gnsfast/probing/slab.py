@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
@@ -18,12 +19,14 @@ class ProbeSlab:
 
     A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
     the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
-    ``caller`` is the model with the wrappers that the user calls. ``is_split``: the pass ran inside
+    ``caller`` is the model with the wrappers that the user calls. ``gradients`` says who makes
+    those of its blocks: ``"fused"`` kernels, or ``"torch"``. ``is_split``: the pass ran inside
     torch's ``context_parallel``.
     """
 
-    def __init__(self, caller: nn.Module) -> None:
-        self._caller = caller
+    def __init__(self, caller: nn.Module, gradients: str = "fused") -> None:
+        check_choice("gradients", gradients, ("fused", "torch"))
+        self._caller, self._norms_alone = caller, gradients == "torch"
         self.model = unwrapped(caller)
         self.followed = Followed.of(self.model)
         self.refresh()
@@ -175,7 +178,7 @@ class ProbeSlab:
         followed = self.followed
         followed.refuse_batch_statistics()
         self.rows = Rows(())
-        followed.open(self.num_samples, facts, documents, self)
+        followed.open(self.num_samples, facts, documents, self, self._norms_alone)
         followed.passes.watch(self)
         if BatchHook.is_needed(followed, self.num_samples, documents):
             where = followed, self._caller, self.num_samples, documents

@@ -6,18 +6,21 @@ them. ``signatures.py`` has the arguments, results and legend of each operator.
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
 from gnsfast.reference.conv import conv_wgrad, unfold
 from gnsfast.reference.embedding import embedding_wgrad
-from gnsfast.reference.linear import linear_wgrad, linked_rows
+from gnsfast.reference.linear import linear_norms, linear_wgrad, linked_rows
 from gnsfast.reference.norms import norm_backward, norm_backward_aten
-from gnsfast.reference.outer import CANCELLED
+from gnsfast.reference.outer import CANCELLED, TILE, even_block
 from gnsfast.reference.rows import norm, norm_rows, probe_rows, sqnorm, sum_tokens
 
 __all__ = [
     "CANCELLED",
     "MAX_HEAD_DIM",
+    "TILE",
     "attention_backward",
     "attention_forward",
     "conv_wgrad",
     "embedding_wgrad",
+    "even_block",
+    "linear_norms",
     "linear_wgrad",
     "linked_rows",
     "norm",

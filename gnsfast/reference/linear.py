@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.reference import segments
-from gnsfast.reference.outer import outer_wgrad
+from gnsfast.reference.outer import outer_norms, outer_wgrad
 from gnsfast.reference.rows import Norms, probe_rows, sum_tokens, sum_wgrad
 from gnsfast.signatures import LinearWgrad
 from gnsfast.tensors import accumulate_dtype
@@ -35,6 +35,14 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     else:
         db = x.new_empty(0, dtype=a.dtype)
     return dw, db, probe_rows(norms, a.samples, x), linked_rows(a)
+
+
+def linear_norms(a: LinearWgrad) -> Tensor:
+    """The probe rows of ``linear_wgrad``, of plain samples. One tile of dW is made at a time."""
+    found = [outer_norms(a.x_BTI, a.dy_BTO)] if a.weight else []
+    if a.bias:
+        found.append(sum_wgrad(sum_tokens(a.dy_BTO), a.dtype)[1])
+    return probe_rows(found, a.samples, a.x_BTI)
 
 
 def linked_rows(a: LinearWgrad) -> Tensor:

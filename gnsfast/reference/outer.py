@@ -66,6 +66,24 @@ def outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tens
     return dw_OI.to(dtype), (norms_B, norm(dw_OI))
 
 
+def outer_norms(x_BTI: Tensor, dy_BTO: Tensor) -> Norms:
+    """The norms of ``outer_wgrad``, for which one tile of dW after the other is made."""
+    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    acc = accumulate_dtype(x_BTI.dtype)
+    route = linear_route(T, I, O)
+    if B * T * I * O == 0 or (T > 1 and B * I * O <= (GROUP if route == "fused" else FEW)):
+        return outer_wgrad(x_BTI, dy_BTO, acc)[1]
+    if route == "fused":
+        return (fused_wgrad(x_BTI, dy_BTO, acc, is_kept=False)[1],)
+    x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
+    x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
+    tiles = dy_NO.split(even_block(O, TILE // I), 1)
+    total = norm_rows(torch.cat([norm(dy_NW.T @ x_NI) for dy_NW in tiles])[None])
+    if route == "gram":
+        return gram_sqnorms(x_BTI, dy_BTO).sqrt_(), total
+    return norm_rows(x_NI) * norm_rows(dy_NO), total
+
+
 def at_once_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Norms]:
     """``outer_wgrad`` of a small layer, by one product of all samples, since calls cost most."""
     g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
@@ -95,19 +113,25 @@ CANCELLED = 0.02
 """A Gram sum below this share of the sum of its absolute terms has lost too many digits."""
 
 
-def fused_wgrad(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+def fused_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype, is_kept: bool = True
+) -> tuple[Tensor, Tensor]:
     """dW and its norms [B + 1], tile by tile. Each sample has a GEMM of its own, and its tile is
-    squared and added while it is in a cache.
+    squared and added while it is in a cache. All tiles take one memory unless dW ``is_kept``.
     """
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     width, height = even_block(I, COLUMNS), even_block(O, TILE // min(I, COLUMNS))
-    dw_OI = (x_BTI.new_empty if B else x_BTI.new_zeros)((O, I), dtype=acc)
+    shape = (O, I) if is_kept else (height, width)
+    dw_OI = (x_BTI.new_empty if B else x_BTI.new_zeros)(shape, dtype=acc)
     norms_BCO = x_BTI.new_empty((B + 1, -(-I // width), O), dtype=acc)  # the sum last
     add_tiles = _add_small_tiles if height * width * SMALL < GROUP else _add_tiles
     for c, x_BTW in enumerate(x_BTI.split(width, 2)):
         for start in range(0, O, height):
             rows, columns = slice(start, start + height), slice(c * width, (c + 1) * width)
-            add_tiles(x_BTW, dy_BTO[..., rows].mT, dw_OI[rows, columns], norms_BCO[:, c, rows])
+            dy_BTR = dy_BTO[..., rows]
+            size = slice(dy_BTR.shape[2]), slice(x_BTW.shape[2])
+            total_RW = dw_OI[rows, columns] if is_kept else dw_OI[size]
+            add_tiles(x_BTW, dy_BTR.mT, total_RW, norms_BCO[:, c, rows])
     return dw_OI, norm_rows(norms_BCO.flatten(1))
 
 
