@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gnsfast.tensors import is_dtensor, writes
+from gnsfast.torch_internals import hooks_of, unfollowed
 
 
 @contextmanager
@@ -133,7 +134,7 @@ class _Writes(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _keep(self, t: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with unfollowed():
             address = _address(t)
             for p in self._at.get(address, ()):
                 # FSDP2 frees parameters between their uses.
@@ -143,7 +144,7 @@ class _Writes(TorchFunctionMode):
 
     def restore(self) -> None:
         """Let the parameters be what they were."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with unfollowed():
             for p, data, value in self._kept.values():
                 data.copy_(value)
                 p.data = data
@@ -186,8 +187,8 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
     """Restore gradients at the end. Inside they are None and no hook of a parameter runs, because a
     function of the model may run a backward pass of its own.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        held = [(p, p.grad, [{**(own or {})} for own in _hooks_of(p)]) for p in parameters]
+    with unfollowed():
+        held = [(p, p.grad, [{**(own or {})} for own in hooks_of(p)]) for p in parameters]
     try:
         for p, _, hooks in held:
             p.grad = None
@@ -200,14 +201,10 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
             _set_hooks(p, hooks)
 
 
-def _hooks_of(p: Any) -> tuple[Any, Any]:
-    return p._backward_hooks, p._post_accumulate_grad_hooks
-
-
 def _set_hooks(p: Any, hooks: list[dict[Any, Any]]) -> None:
     """Let a parameter have these hooks, in the very dictionaries that torch holds."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for own, content in zip(_hooks_of(p), hooks):
+    with unfollowed():
+        for own, content in zip(hooks_of(p), hooks):
             if own is not None and own != content:
                 own.clear()
                 own.update(content)

@@ -9,7 +9,6 @@ from gnsfast.following.functions import (
     COPIES,
     OPENED,
     QUERIES,
-    is_transformed,
     name_of,
     numbered,
     of_torch,
@@ -23,13 +22,13 @@ from gnsfast.following.leaf import (
     Leaf,
     Row,
     expression_of,
-    unfollowed,
 )
 from gnsfast.following.model import Followed
 from gnsfast.following.options import EXCLUDED, set_excluded
 from gnsfast.following.owners import mark_made, owners_of
 from gnsfast.following.passes import Rows, Weighted, fill_probes, gradients
 from gnsfast.following.wrappers import unwrapped
+from gnsfast.torch_internals import unfollowed
 
 __all__ = [
     "CASTS",
@@ -54,7 +53,6 @@ __all__ = [
     "expression_of",
     "fill_probes",
     "gradients",
-    "is_transformed",
     "mark_made",
     "name_of",
     "numbered",

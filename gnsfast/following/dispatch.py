@@ -8,7 +8,6 @@ element-wise one is a reduction (``elementwise.py``). Any other is run again for
 backward (``replay.py``).
 """
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.elementwise import assigned, broadcast, spread_out
 from gnsfast.following.functions import (
@@ -32,7 +30,6 @@ from gnsfast.following.functions import (
     SHIFTS,
     Call,
     copied_along,
-    is_transformed,
     name_of,
     numbered,
     of_torch,
@@ -52,12 +49,22 @@ from gnsfast.following.leaf import (
     fail,
     first_leaf,
     twin_of,
-    unfollowed,
 )
 from gnsfast.following.owners import mark_made
 from gnsfast.following.packed import alone
 from gnsfast.following.replay import replay
 from gnsfast.tensors import writes
+from gnsfast.torch_internals import (
+    break_graph,
+    is_compiler_loaded,
+    is_never_compiled,
+    is_transformed,
+    pytree,
+    rebuilt_parameter,
+    skip_in_compiler,
+    takes_no_functions,
+    unfollowed,
+)
 
 
 class Tracked(Tensor):
@@ -87,7 +94,7 @@ class Measured(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with unfollowed():
-            return torch._utils._rebuild_parameter, (
+            return rebuilt_parameter, (
                 self.detach(),
                 self.requires_grad,
                 OrderedDict(),
@@ -103,10 +110,7 @@ def takes_functions(cls: Any) -> bool:
     own: Any = cls.__torch_function__
     default: Any = Tensor.__torch_function__
     is_ours = cls is Tracked or cls in _plain
-    return not is_ours and own is not _DISABLED and own.__func__ is not default.__func__
-
-
-_DISABLED = torch._C._disabled_torch_function_impl
+    return not is_ours and own is not takes_no_functions and own.__func__ is not default.__func__
 
 
 def why_opaque(p: Tensor) -> str:
@@ -179,7 +183,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if y is not NotImplemented:
         return y
     name = Call(func, args, kwargs).expressions[0].leaves[0].name
-    torch._dynamo.graph_break(msg=f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
+    break_graph(f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
     return in_eager_code(func, args, kwargs)
 
 
@@ -191,19 +195,15 @@ def in_eager_code(func: Any, args: Any, kwargs: Any) -> Any:
 def prepare_compiler() -> None:
     """Let ``in_eager_code`` break the graph, let what eager code calls be no graph of its own, and
     let one graph serve all numbers of samples. (What is reached from a parameter has fixed sizes
-    otherwise.) To import the compiler for this takes a second.
+    otherwise.)
     """
     global in_eager_code
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return
     renew_attention()  # compiled code cannot do so itself
-    if not hasattr(in_eager_code, "_torchdynamo_disable"):
+    if not is_never_compiled(in_eager_code):
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
-        eval_frame = torch._C._dynamo.eval_frame
-        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        own: Any = Tracked.__torch_function__, Tracked.detach
-        for function in own:
-            eval_frame.set_code_exec_strategy(function.__code__, skip)
+        skip_in_compiler(Tracked.__torch_function__, Tracked.detach)
         config = torch.compiler.config
         config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
 

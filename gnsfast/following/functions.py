@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.leaf import compiling, expression_of
 from gnsfast.tensors import writes
+from gnsfast.torch_internals import pytree
 
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
@@ -236,11 +236,6 @@ def numbered(args: Any) -> Any:
     if alone and not index.is_floating_point() and index.dtype != torch.bool:
         return t, int(index)
     return args
-
-
-def is_transformed() -> bool:
-    """Whether a function runs inside of ``torch.func.vmap`` or its likes."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Copied(NamedTuple):

@@ -23,6 +23,7 @@ from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.packed import rows_at
 from gnsfast.following.uses import again, bare, begin, in_rows
+from gnsfast.torch_internals import grouped_mm as torch_grouped_mm
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -419,7 +420,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.addmm: addmm,
     **dict.fromkeys(PRODUCTS, product),
-    torch._grouped_mm: grouped_mm,
+    torch_grouped_mm: grouped_mm,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,

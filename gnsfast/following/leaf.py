@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
 from gnsfast.functional import Groups, Link
+from gnsfast.torch_internals import in_backward, pytree, unfollowed
 
 compiling = torch.compiler.is_dynamo_compiling
-unfollowed = torch._C.DisableTorchFunctionSubclass
 
 
 class Row(NamedTuple):
@@ -203,7 +202,7 @@ class Leaf:
         """
         if compiling():  # a counter would need a graph for each of its values
             return self.by_name.get(name, Row(name)) if self.is_learned else None
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again
+        if in_backward():  # a checkpoint runs it again
             number = self.found.functions_in_backward
             self.found.functions_in_backward = number + 1
         else:
@@ -220,7 +219,7 @@ class Leaf:
 
     def uncount(self) -> None:
         """Let ``row`` be asked for the same function once more."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             self.found.functions_in_backward -= 1
         else:
             self.found.functions -= 1
@@ -247,7 +246,7 @@ class Leaf:
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
         reached = self.found.parts or self.probe.grad is not None or self.pair.grad is not None
-        return bool(reached) and torch._C._current_graph_task_id() == -1
+        return bool(reached) and not in_backward()
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
@@ -351,7 +350,7 @@ class Expression:
         if not leaf.is_tied or not self.is_whole:
             return False
         if name == "embedding":
-            return not leaf.found.is_taken or torch._C._current_graph_task_id() != -1
+            return not leaf.found.is_taken or in_backward()
         return name in HEADS and bool(leaf.found.links) and not leaf.found.is_taken
 
     @property

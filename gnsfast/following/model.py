@@ -13,6 +13,7 @@ from gnsfast.following.leaf import Facts, Leaf, Row, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
+from gnsfast.torch_internals import gathered_parameters
 
 
 class Followed:
@@ -148,11 +149,11 @@ class _Gathered:
         def to_unsharded() -> None:
             gathers()
             if not structure.is_bare:
-                attach(leaf, own._unsharded_param)
+                attach(leaf, gathered_parameters(own)[0])
 
         own.to_unsharded = to_unsharded
-        if hasattr(own, "_unsharded_param"):  # it may be in its module already
-            attach(leaf, own._unsharded_param)
+        if (gathered := gathered_parameters(own)[0]) is not None:  # perhaps in its module already
+            attach(leaf, gathered)
 
     def remove(self) -> None:
         """Leave FSDP2's record as it was."""

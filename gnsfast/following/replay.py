@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
@@ -16,6 +15,7 @@ from gnsfast.following.packed import alone
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
 from gnsfast.functional import backward_pass
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import pytree, unsafe_view
 
 
 class Replay:
@@ -112,7 +112,7 @@ class _Replayed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # A new tensor for each result, because autograd forbids in-place operations on a view that
         # a custom Function returns.
-        return tuple(torch.ops.aten._unsafe_view(t, t.shape) for t in tensors[probes:])
+        return tuple(unsafe_view(t, t.shape) for t in tensors[probes:])
 
     @staticmethod
     @backward_pass

@@ -21,6 +21,7 @@ from gnsfast.signatures import (
     NormBackward,
 )
 from gnsfast.tensors import accumulate_dtype
+from gnsfast.torch_internals import runs_in_this_pass
 
 AS_BIAS = False, True
 """A gradient of each sample is that of the bias of a linear layer."""
@@ -101,7 +102,7 @@ def is_wanted(expressions: Sequence[Expression]) -> bool:
     probe = first.pair if more and first.next is more[0] else first.probe
     try:
         node = torch.autograd.graph.get_gradient_edge(probe).node
-        return torch._C._will_engine_execute_node(node)
+        return bool(runs_in_this_pass(node))
     except RuntimeError:  # ``autograd.grad`` of the probe itself, as in a proof
         return True
 

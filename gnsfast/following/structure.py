@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
@@ -18,7 +16,14 @@ from gnsfast.following.layouts import Lengths
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import held_by, kept_chance, kept_grads, kept_state
-from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
+from gnsfast.parallel import parameters_at_rest, sharding_groups, shared
+from gnsfast.torch_internals import (
+    BatchNorm,
+    fresh_parametrizations,
+    is_fully_sharded,
+    parameter_groups,
+    pytree,
+)
 
 
 class Structure:
@@ -52,10 +57,9 @@ class Structure:
             leaf.is_shared = holders > 1
         self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
-        kinds = nn.modules.batchnorm._BatchNorm
-        norms = ((n, m) for n, m in model.named_modules() if isinstance(m, kinds))
+        norms = ((n, m) for n, m in model.named_modules() if isinstance(m, BatchNorm))
         self._batch_norms = [(n, weakref.ref(m)) for n, m in norms]
-        self.is_gathered = any(hasattr(m, "_get_fsdp_state") for m in model.modules())
+        self.is_gathered = any(map(is_fully_sharded, model.modules()))
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
         self.given: tuple[Any, ...] = ()
@@ -111,7 +115,7 @@ class Structure:
         """Let FSDP2 gather parameters anew, whose parts have other values now."""
         modules: Iterator[Any] = self.model.modules()
         for module in modules if self.is_gathered else ():
-            if hasattr(module, "_get_fsdp_state"):
+            if is_fully_sharded(module):
                 module.reshard()
 
     def on_any(self, here: bool) -> bool:
@@ -145,15 +149,12 @@ class Structure:
         """Restore the model's state, its gradients and the random state, and run no hook of a
         parameter meanwhile.
         """
-        cached = parametrize._cache
-        try:
-            parametrize._cache = {}  # what one pass computes has the graph of that pass
-            given = pytree.tree_leaves(self.given)
-            state, chance = kept_state(self.model, given), kept_chance(self.model, given)
-            with kept_grads(self.parameters()), state, chance, torch.enable_grad():
+        given = pytree.tree_leaves(self.given)
+        state, chance = kept_state(self.model, given), kept_chance(self.model, given)
+        # What parametrizations compute has the graph of this pass.
+        with kept_grads(self.parameters()), state, chance, fresh_parametrizations():
+            with torch.enable_grad():
                 yield
-        finally:
-            parametrize._cache = cached
 
 
 _registrations = [0]

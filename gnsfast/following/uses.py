@@ -27,6 +27,7 @@ from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
 from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
+from gnsfast.torch_internals import in_backward
 
 ROWS_AT = {
     arguments: RESULTS[name].index("rows")
@@ -193,11 +194,10 @@ class Use(NamedTuple):
         parameters are whole ones, and the data choose nothing.
         """
         leaf, first = self.leaf, self.expressions[0].leaves[0]
-        in_forward = torch._C._current_graph_task_id() == -1
         return (
             leaf is first
             and leaf.is_learned
-            and in_forward
+            and not in_backward()
             and isinstance(self.layout, Layout)
             and all(e.is_whole for e in self.expressions)
         )
@@ -236,7 +236,7 @@ class Recent(NamedTuple):
         use, leaf = self.use, self.use.leaf
         if name != self.name or type(x) is not Tensor or x.shape != self.shape:
             return False
-        if leaf.left_out or torch._C._current_graph_task_id() != -1:
+        if leaf.left_out or in_backward():
             return False
         if use.rows and isinstance(use.layout, Layout):
             if not leaf.lengths.allows(use.layout.several, use.rows):

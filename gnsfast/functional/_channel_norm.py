@@ -13,6 +13,7 @@ from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.tensors import accumulate_dtype
+from gnsfast.torch_internals import unsafe_view
 
 AS_BIAS = False, True
 """A gradient of each sample is that of the bias of a linear layer."""
@@ -35,7 +36,7 @@ class _ChannelNorm(torch.autograd.Function):
         ctx.plan, ctx.samples = plan.without_tensors(), plan.samples(probe)
         ctx.normalised, ctx.dtypes = normalised, [None if t is None else t.dtype for t in (w, b)]
         # Autograd forbids in-place operations on a view that a custom Function returns.
-        out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        out: Tensor = unsafe_view(y, y.shape)
         return out
 
     @staticmethod

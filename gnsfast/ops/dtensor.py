@@ -16,6 +16,7 @@ from torch import Tensor
 from gnsfast.ops import operators
 from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
 from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.torch_internals import local_shape_and_offset
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
@@ -49,14 +50,11 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
 def embedding_wgrad(weight: Any, a: EmbeddingWgrad) -> tuple[Any, Tensor]:
     """The operator for a ``weight`` that is a DTensor, sharded by ids or by columns."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = weight.device_mesh, weight.placements
     found: tuple[Any, ...] = a.dy_BTD, a.ids_BT
     dy, ids = (t.full_tensor() if is_dtensor(t) else t for t in found)
-    (rows, columns), (first, column) = compute_local_shape_and_global_offset(
-        weight.shape, mesh, placements
-    )
+    (rows, columns), (first, column) = local_shape_and_offset(weight.shape, mesh, placements)
     # Ids of other shards go to an extra row, the padding row, which takes no gradient.
     here = (ids >= first) & (ids < first + rows) & (ids != a.padding_idx)
     local = torch.where(here, ids - first, rows)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gnsfast.learn``: what a batch shows of a model, once, as a table."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gnsfast.errors import ObservationError, first_line
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, unwrapped
@@ -21,6 +19,7 @@ from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import is_compiler_loaded, without_modes
 
 TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
@@ -352,7 +351,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
         saved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
-        with _in_eager_mode(), saved, not_reentrant(), _without_modes():
+        with _in_eager_mode(), saved, not_reentrant(), without_modes():
             yield
     finally:
         followed.is_learning, followed.structure.given = False, ()
@@ -368,11 +367,4 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
-    compiled = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-def _without_modes() -> AbstractContextManager[Any]:
-    """Modes of the user, as those of a selective checkpoint, see nothing of this."""
-    modes: AbstractContextManager[Any] = _disable_current_modes()
-    return modes
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from gnsfast.following import (
     CASTS,
@@ -26,16 +25,15 @@ from gnsfast.following import (
     Place,
     Row,
     expression_of,
-    is_transformed,
     mark_made,
     name_of,
     numbered,
     of_torch,
     owners_of,
     takes_functions,
-    unfollowed,
 )
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import is_transformed, pytree, unfollowed
 
 
 class Call(NamedTuple):
