@@ -14,7 +14,15 @@ from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
-from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, prove_documents
+from gnsfast.table.proof import (
+    Proof,
+    Trial,
+    gates_open,
+    meeting,
+    of_documents,
+    prove,
+    refuse_attention,
+)
 from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
@@ -170,12 +178,13 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
     except Exception:  # the model's own, whatever it is
         traced = None
-    if traced is None:
-        proof, rows = prove_documents(trial, documents, None, (), 1e-3)
-        return Shown(rows, {}, {}, frozenset(), 1e-3), proof
-    traces, late = traced
-    shown, places = Shown.of(traces, late), traces.result_places
-    proof, rows = prove_documents(trial, documents, shown.rows, places, shown.rtol)
+    shown, places, rows = Shown({}, {}, {}, frozenset(), 1e-3), list[Place](), None
+    if traced is not None:
+        shown, places = Shown.of(*traced), traced[0].result_places
+        rows = shown.rows
+    trial = of_documents(trial, documents)
+    proof, rows, _ = prove(trial, rows, places, shown.rtol, training=True)
+    refuse_attention(trial, proof)
     return shown._replace(rows=rows), proof
 
 
