@@ -30,40 +30,40 @@ def kept_state(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
     hooks = [(vars(m)[name], {**vars(m)[name]}) for m in modules for name in HOOKS]
-    found = _Found()
+    values = _Values()
     for value in given:
         if not isinstance(value, Tensor):
-            found.add(value)
+            values.add(value)
     for t in model.buffers():
-        found.add(t)
+        values.add(t)
     for p in model.parameters():  # such as a gradient that a function of the model adds to
-        for own in vars(p).values():
-            if isinstance(own, Tensor) and own.shape == p.shape:
-                found.add(own)
-    for _, _, own in held:
-        for value in own.values():
-            found.add(value)
+        for value in vars(p).values():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                values.add(value)
+    for _, _, attributes in held:
+        for value in attributes.values():
+            values.add(value)
     writes = _Writes(model)
     try:
         with writes:
             yield
     finally:
-        for module, buffers, own in held:
+        for module, buffers, attributes in held:
             module._buffers.clear()
             module._buffers.update(buffers)
             registered = {*module._parameters, *module._modules}
-            for name in _own_attributes(module).keys() - own.keys():
+            for name in _own_attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
-            vars(module).update((k, v) for k, v in own.items() if k not in registered)
-        for own, content in hooks:
-            if own != content:
-                own.clear()
-                own.update(content)
-        found.restore()
+            vars(module).update((k, v) for k, v in attributes.items() if k not in registered)
+        for hooks_m, content in hooks:
+            if hooks_m != content:
+                hooks_m.clear()
+                hooks_m.update(content)
+        values.restore()
         writes.restore()
 
 
-class _Found:
+class _Values:
     """Values that can be written to, and what they held."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class _Found:
                 self._tensors[id(value)] = value, value.detach().clone()
         elif type(value) in (*CONTAINERS, tuple) and id(value) not in self._containers:
             self._containers[id(value)] = value, value if type(value) is tuple else copy(value)
-            for each in value.values() if isinstance(value, dict) else value:
-                self.add(each)
+            for part in value.values() if isinstance(value, dict) else value:
+                self.add(part)
         elif type(value).__module__ == "numpy" and hasattr(value, "setflags"):
             self._tensors[id(value)] = value, value.copy()
         elif _is_plain(value):
@@ -106,10 +106,10 @@ class _Found:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object has attributes, none of which is an object that has some."""
-    own, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
-    simple = [each for each in own if isinstance(each, held) or not hasattr(each, "__dict__")]
+    attributes, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
+    simple = [t for t in attributes if isinstance(t, held) or not hasattr(t, "__dict__")]
     others = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
-    return 0 < len(own) == len(simple) and not isinstance(value, others)
+    return 0 < len(attributes) == len(simple) and not isinstance(value, others)
 
 
 class _Writes(TorchFunctionMode):
@@ -188,7 +188,7 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
     function of the model may run a backward pass of its own.
     """
     with unfollowed():
-        held = [(p, p.grad, [{**(own or {})} for own in hooks_of(p)]) for p in parameters]
+        held = [(p, p.grad, [{**(hooks_p or {})} for hooks_p in hooks_of(p)]) for p in parameters]
     try:
         for p, _, hooks in held:
             p.grad = None
@@ -204,10 +204,10 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
 def _set_hooks(p: Any, hooks: list[dict[Any, Any]]) -> None:
     """Let a parameter have these hooks, in the very dictionaries that torch holds."""
     with unfollowed():
-        for own, content in zip(hooks_of(p), hooks):
-            if own is not None and own != content:
-                own.clear()
-                own.update(content)
+        for hooks_p, content in zip(hooks_of(p), hooks):
+            if hooks_p is not None and hooks_p != content:
+                hooks_p.clear()
+                hooks_p.update(content)
 
 
 @contextmanager
@@ -233,15 +233,15 @@ def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Callabl
 
     def seed(number: int) -> None:
         torch.manual_seed(number)
-        for each in generators:
-            each.seed(number)
+        for generator in generators:
+            generator.seed(number)
 
     try:
         with torch.random.fork_rng(devices=devices):
             yield seed
     finally:
-        for each in generators:
-            each.restore()
+        for generator in generators:
+            generator.restore()
 
 
 def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:

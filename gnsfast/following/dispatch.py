@@ -107,10 +107,14 @@ _plain: dict[type, type] = {Measured: nn.Parameter}
 
 def takes_functions(cls: Any) -> bool:
     """Whether a class of others takes the functions of torch itself, as quantized weights do."""
-    own: Any = cls.__torch_function__
+    function: Any = cls.__torch_function__
     default: Any = Tensor.__torch_function__
     is_ours = cls is Tracked or cls in _plain
-    return not is_ours and own is not takes_no_functions and own.__func__ is not default.__func__
+    return (
+        not is_ours
+        and function is not takes_no_functions
+        and function.__func__ is not default.__func__
+    )
 
 
 def why_opaque(p: Tensor) -> str:
@@ -133,9 +137,11 @@ def attach(leaf: Leaf, p: Any) -> None:
     if cls in _plain or leaf.is_opaque:
         return
     if cls not in _measured:  # such as a DTensor
-        own = {"__torch_function__": Measured.__dict__["__torch_function__"]}
-        _measured[cls] = made = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
-        _plain[made] = cls
+        members = {"__torch_function__": Measured.__dict__["__torch_function__"]}
+        _measured[cls] = measured = type(
+            cls.__name__, (cls,), {**members, "__module__": cls.__module__}
+        )
+        _plain[measured] = cls
     leaf.current = p
     p._gnsfast = leaf.whole
     p.__class__ = _measured[cls]
@@ -143,8 +149,8 @@ def attach(leaf: Leaf, p: Any) -> None:
 
 def release(leaf: Leaf) -> None:
     """Let what was made of a parameter, and is still held, be plain tensors."""
-    for made in leaf.made:
-        if isinstance(held := made(), Tracked):
+    for reference in leaf.made:
+        if isinstance(held := reference(), Tracked):
             plain: Any = held
             plain.__class__ = Tensor
             del plain._gnsfast
@@ -240,22 +246,24 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     leaf = first_leaf(call.expressions)
     row = leaf.row(name, lambda row: _fits(call, row, leaf))
-    if name in CASTS and 0 not in call.own:  # a parameter that tells its dtype alone
+    if name in CASTS and 0 not in call.parameters_at:  # a parameter that tells its dtype alone
         return call.run()
     places = _places(call, row, leaf)
     is_made = _is_of_parameters(call, row, places)
-    is_copied = name in COPIES and call.own == [0] and not call.others
+    is_copied = name in COPIES and call.parameters_at == [0] and not call.data_at
     if is_copied and (row is None or not is_made):
         if (y := _copied(call, leaf, row and row.result(0))) is not None:
             return y
     if is_made:
         return _of_parameters(call, leaf)
-    if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
+    if name in ELEMENTWISE or (
+        name == "scaled_dot_product_attention" and call.parameters_at == [3]
+    ):
         spreads = broadcast(call, row, places, leaf)
         if spreads is not None:
-            return call.run_with(dict(zip(call.own, spreads)))
+            return call.run_with(dict(zip(call.parameters_at, spreads)))
     if name == "__setitem__" and (value := assigned(call, places, leaf)) is not None:
-        return call.run_with(dict(zip(call.own, [value])))
+        return call.run_with(dict(zip(call.parameters_at, [value])))
     if compiling():
         return NotImplemented
     return replay(call, row, places, leaf)
@@ -281,14 +289,14 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _fits(call: Call, row: Row, leaf: Leaf) -> bool:
     """Whether the samples may lie in the tensors of a call as a row of the table says."""
-    places = ((row.argument(i), call.leaves[i].shape) for i in call.others)
+    places = ((row.argument(i), call.leaves[i].shape) for i in call.data_at)
     return all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
 
 
 def _places(call: Call, row: Row | None, leaf: Leaf) -> dict[int, Place]:
     """Where the samples lie in the other tensors of a call."""
     places: dict[int, Place] = {}
-    for i in call.others:
+    for i in call.data_at:
         t = call.leaves[i]
         if row is not None:
             places[i] = row.argument(i) or SHARED  # None for a parameter that is left out now
@@ -302,7 +310,7 @@ def _is_of_parameters(call: Call, row: Row | None, places: dict[int, Place]) -> 
     for each sample.
     """
     results = () if row is None else row.results
-    if call.name in CASTS or not call.others:
+    if call.name in CASTS or not call.data_at:
         return not any(isinstance(place, Layout) for place in results)
     return all(place == SHARED for place in (*places.values(), *results))
 
@@ -312,15 +320,15 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
     eager = not compiling()
     if not (eager or call.name in COMPILED):
         return NotImplemented
-    before = [call.leaves[i]._version for i in call.own] if eager else []
+    before = [call.leaves[i]._version for i in call.parameters_at] if eager else []
     is_written = eager and writes(call.name)
     if is_written:
         call.keep_first()
     as_now = call.as_now() if eager else nullcontext
     out = call.run()
-    is_written |= eager and [call.leaves[i]._version for i in call.own] != before
-    found = {each.index: each for e in call.expressions for each in e.leaves}
-    leaves = tuple(found[k] for k in sorted(found))
+    is_written |= eager and [call.leaves[i]._version for i in call.parameters_at] != before
+    by_index = {taken.index: taken for e in call.expressions for taken in e.leaves}
+    leaves = tuple(by_index[k] for k in sorted(by_index))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)
     arguments = {id(t) for t in call.leaves} if eager else ()
     for k, t in enumerate(results):
@@ -334,19 +342,19 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
             for leaf in leaves:
                 leaf.fail(MADE_COMPLEX)
             continue
-        made = _expression(call, leaves, k, t, is_written, as_now)
+        expression = _expression(call, leaves, k, t, is_written, as_now)
         if eager:
             mark_made(t)
             first_leaf(call.expressions).made.append(weakref.ref(t))
-        if made.kind == MADE:
+        if expression.kind == MADE:
             if not eager:
                 return NotImplemented
-            made.graph()
+            expression.graph()
         if not eager:
             t = results[k] = t.as_subclass(Tracked)
         elif type(t) is Tensor:
             t.__class__ = Tracked
-        t._gnsfast = made
+        t._gnsfast = expression
     if len(results) == 1 and type(out) not in (list, tuple) and not hasattr(out, "__next__"):
         return results[0]
     return pytree.tree_unflatten(results, spec)
@@ -358,15 +366,17 @@ def _expression(
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
     make = _not_remade if compiling() else _remade(call, k, is_written, as_now)
-    keeps = len(call.own) == 1 and first.kind == SAME and not is_written
+    keeps = len(call.parameters_at) == 1 and first.kind == SAME and not is_written
     shifts = name in SHIFTS and not call.is_scaled
     shifted = first.is_shifted or shifts
-    if keeps and (name in KEEPS or (shifts and t.shape == call.leaves[call.own[0]].shape)):
+    if keeps and (
+        name in KEEPS or (shifts and t.shape == call.leaves[call.parameters_at[0]].shape)
+    ):
         return Expression(leaves, SAME, make, span=first.span, is_shifted=shifted)
     if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.index)):
         span = None if compiling() or first.is_shifted else Span.of(t)
         return Expression(leaves, SAME, make, span=span, is_shifted=first.is_shifted)
-    if name == "embedding" and call.own == [1] and first.is_whole:
+    if name == "embedding" and call.parameters_at == [1] and first.is_whole:
         padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
         return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))
     return Expression(leaves, MADE, make)
@@ -385,15 +395,15 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
     """A function that computes result number ``k`` again, from other tensors for the leaves, in the
     context ``as_now``.
     """
-    function, own, expressions = call.function, call.own, call.expressions
+    function, at, expressions = call.function, call.parameters_at, call.expressions
     constants = [t.detach() if isinstance(t, Tensor) else t for t in call.constants]
 
     def make(value: Callable[[Leaf], Tensor]) -> Tensor:
         arguments = list(constants)
-        for i, e in zip(own, expressions):
+        for i, e in zip(at, expressions):
             one = e.graph() if value is twin_of else e.make(value)
             arguments[i] = one.clone() if is_written else one
-        if is_written and 0 not in own:
+        if is_written and 0 not in at:
             arguments[0] = arguments[0].clone()
         with as_now():
             out = function(arguments)
@@ -417,13 +427,13 @@ def _copied(call: Call, leaf: Leaf, place: Place | None) -> Tensor | None:
     e, d = call.leaves[0], copied.dim
     if copied.less is not None:
         e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf)
-    if copied.each > 1:  # rows (B, each) along one dimension
+    if copied.rows > 1:  # those of all samples along one dimension
         e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf)
-        shape = torch.Size((*shape[:d], leaf.lanes, copied.each, *shape[d + 1 :]))
+        shape = torch.Size((*shape[:d], leaf.lanes, copied.rows, *shape[d + 1 :]))
     if not e.requires_grad:
         return None
     y = spread_out(e, shape, Layout(d))
     if y is None:
         return None
-    y = y.flatten(d, d + 1) if copied.each > 1 else y
+    y = y.flatten(d, d + 1) if copied.rows > 1 else y
     return y.contiguous() if call.name == "repeat" else y

@@ -99,8 +99,8 @@ _NO_SUBCLASS = dict.fromkeys(("has_torch_function", "has_torch_function_unary"),
 
 def _opened(f: Any) -> Any:
     """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
-    own = {**f.__globals__, **_NO_SUBCLASS}
-    opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
+    names = {**f.__globals__, **_NO_SUBCLASS}
+    opened = types.FunctionType(f.__code__, names, f.__name__, f.__defaults__, f.__closure__)
     opened.__kwdefaults__ = f.__kwdefaults__
     return opened
 
@@ -112,8 +112,8 @@ _ASKED = {*_attend.__code__.co_names} - {*_NO_SUBCLASS}
 
 def renew_attention() -> None:
     """Let attention see the functions that others have put into ``torch.nn.functional``."""
-    own = vars(F)
-    _attend.__globals__.update((name, own[name]) for name in _ASKED if name in own)
+    functions = vars(F)
+    _attend.__globals__.update((name, functions[name]) for name in _ASKED if name in functions)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -165,19 +165,21 @@ class Call:
             self.leaves, spec = [*args], None
         self.function = Flattened(_set_item if self.name == "__setitem__" else func, spec)
         self.constants = self.leaves
-        self.own, self.expressions = [], []
+        self.parameters_at, self.expressions = [], []
         for i, t in enumerate(self.leaves):
             e = expression_of(t) if isinstance(t, Tensor) else None
             if e is not None and t.requires_grad:
-                self.own.append(i)
+                self.parameters_at.append(i)
                 self.expressions.append(e)
-        self.others = [
-            i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and i not in self.own
+        self.data_at = [
+            i
+            for i, t in enumerate(self.leaves)
+            if isinstance(t, Tensor) and i not in self.parameters_at
         ]
 
     def keep_first(self) -> None:
         """Keep the first argument, a constant that the function will write to, for later runs."""
-        if 0 not in self.own:
+        if 0 not in self.parameters_at:
             self.constants = [self.leaves[0].detach().clone(), *self.leaves[1:]]
 
     def run(self) -> Any:
@@ -205,8 +207,8 @@ class Call:
             ):
                 if state is not None:
                     torch.set_rng_state(state)
-                for own in states:
-                    torch.cuda.set_rng_state(*own)
+                for cuda_state in states:
+                    torch.cuda.set_rng_state(*cuda_state)
                 yield
 
         return now
@@ -240,11 +242,11 @@ def numbered(args: Any) -> Any:
 
 class Copied(NamedTuple):
     """How a parameter is repeated for each sample: along dimension ``dim`` of the result, which
-    holds ``each`` rows of it for a sample. ``less`` are the other numbers of ``repeat``.
+    holds so many ``rows`` of it for a sample. ``less`` are the other numbers of ``repeat``.
     """
 
     dim: int
-    each: int
+    rows: int
     less: tuple[int, ...] | None
 
 
@@ -259,11 +261,11 @@ def copied_along(name: str, arguments: list[Any], B: int, dim: int | None = None
     for d, n in enumerate(sizes):
         if dim is not None and d != dim:
             continue
-        each = 1 if d < new else e.shape[d - new]
-        if n == B and (B > 1 or dim is not None) and (each == 1 or name == "repeat"):
-            own = (*sizes[:d], 1, *sizes[d + 1 :])
-            needed = name == "repeat" and any(k != 1 for k in own)
-            return Copied(d, each, own if needed else None)
+        rows = 1 if d < new else e.shape[d - new]
+        if n == B and (B > 1 or dim is not None) and (rows == 1 or name == "repeat"):
+            counts = (*sizes[:d], 1, *sizes[d + 1 :])
+            needed = name == "repeat" and any(k != 1 for k in counts)
+            return Copied(d, rows, counts if needed else None)
     return None
 
 

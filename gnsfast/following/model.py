@@ -118,8 +118,8 @@ class Followed:
     def close(self) -> None:
         """Make the model what it was."""
         self.watcher = nobody
-        for own in self._gathered:
-            own.remove()
+        for gathered in self._gathered:
+            gathered.remove()
         self._gathered.clear()
         for leaf in self.leaves:
             detach(leaf.parameter)
@@ -128,9 +128,9 @@ class Followed:
                 leaf.current = leaf.parameter
             if leaf.made:
                 release(leaf)
-            leaf.found.links = ()
+            leaf.this_pass.links = ()
             leaf.twin = leaf.whole.twin = None
-            leaf.found.parts.clear()
+            leaf.this_pass.parts.clear()
         self.is_open = False
 
 
@@ -143,18 +143,20 @@ class _Gathered:
     a method that was registered as one.
     """
 
-    def __init__(self, own: Any, leaf: Leaf, structure: Structure) -> None:
-        gathers, self._own = own.to_unsharded, own
+    def __init__(self, record: Any, leaf: Leaf, structure: Structure) -> None:
+        gathers, self._record = record.to_unsharded, record
 
         def to_unsharded() -> None:
             gathers()
             if not structure.is_bare:
-                attach(leaf, gathered_parameters(own)[0])
+                attach(leaf, gathered_parameters(record)[0])
 
-        own.to_unsharded = to_unsharded
-        if (gathered := gathered_parameters(own)[0]) is not None:  # perhaps in its module already
+        record.to_unsharded = to_unsharded
+        if (
+            gathered := gathered_parameters(record)[0]
+        ) is not None:  # perhaps in its module already
             attach(leaf, gathered)
 
     def remove(self) -> None:
         """Leave FSDP2's record as it was."""
-        del self._own.to_unsharded
+        del self._record.to_unsharded

@@ -11,12 +11,13 @@ from gnsfast.torch_internals import result_of, saved
 
 
 class Owners(NamedTuple):
-    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows.
-    Zero stands for rows that the data have chosen in a way that is not followed.
+    """The sample of each row that was chosen from a tensor in which a sample has
+    ``per_sample`` rows. Zero stands for rows that the data have chosen in a way that is not
+    followed.
     """
 
     owner_N: Tensor
-    each: int
+    per_sample: int
 
 
 def owners_of(x: Tensor, B: int) -> Owners | None:
@@ -31,8 +32,8 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
         return None
     if not index.rows or index.rows % B or index.is_behind_another(B):
         return Owners(index.at_n, 0)
-    each = index.rows // B
-    return Owners(index.at_n // each, each)
+    per_sample = index.rows // B
+    return Owners(index.at_n // per_sample, per_sample)
 
 
 class _Index(NamedTuple):

@@ -62,11 +62,11 @@ def owners(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     if leaf.starts is None and leaf.samples == 1:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     chosen = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
-    if chosen is None or not chosen.each:
+    if chosen is None or not chosen.per_sample:
         return None
     if leaf.starts is not None:
         return torch.bucketize(chosen.owner_N, leaf.starts[1:], right=True)
-    known = any(leaf.lengths.allows(k, chosen.each) for k in row.chosen)
+    known = any(leaf.lengths.allows(k, chosen.per_sample) for k in row.chosen)
     return chosen.owner_N if known else None
 
 

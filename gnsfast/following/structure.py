@@ -32,7 +32,7 @@ class Structure:
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them. ``is_gathered``: FSDP2 gathers some.
     ``lengths`` say how much longer samples are than those of the table's batch. ``is_bare``: the
-    model runs without being followed. ``given`` are the arguments of the batch that is learnt from.
+    model runs without being followed. ``arguments`` are those of the batch that is learnt from.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class Structure:
         self.is_gathered = any(map(is_fully_sharded, model.modules()))
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
-        self.given: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -93,8 +93,12 @@ class Structure:
             self._version = _registrations[0]
         if self.is_gathered:  # FSDP2 swaps parameters in and out
             return True
-        for (own, name, p), (trained, device) in zip(self._held, self._facts):
-            if own.get(name) is not p or p.requires_grad is not trained or p.device != device:
+        for (parameters, name, p), (trained, device) in zip(self._held, self._facts):
+            if (
+                parameters.get(name) is not p
+                or p.requires_grad is not trained
+                or p.device != device
+            ):
                 return False
         return True
 
@@ -104,7 +108,9 @@ class Structure:
         if self._version == _registrations[0]:
             return False
         held = zip(self._held, self._facts)
-        return any(own.get(n) is not p for (own, n, p), (trained, _) in held if trained)
+        return any(
+            parameters.get(n) is not p for (parameters, n, p), (trained, _) in held if trained
+        )
 
     def sharded(self) -> Iterator[Any]:
         """FSDP2's records of its parameters."""
@@ -128,9 +134,9 @@ class Structure:
 
     def chance(self) -> list[Any]:
         """What changes when the model draws random numbers."""
-        held = held_by(self.model, pytree.tree_leaves(self.given))
-        own = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
-        return [*chance_of(self.parameters()), *own]
+        held = held_by(self.model, pytree.tree_leaves(self.arguments))
+        states = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
+        return [*chance_of(self.parameters()), *states]
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -149,7 +155,7 @@ class Structure:
         """Restore the model's state, its gradients and the random state, and run no hook of a
         parameter meanwhile.
         """
-        given = pytree.tree_leaves(self.given)
+        given = pytree.tree_leaves(self.arguments)
         state, chance = kept_state(self.model, given), kept_chance(self.model, given)
         # What parametrizations compute has the graph of this pass.
         with kept_grads(self.parameters()), state, chance, fresh_parametrizations():

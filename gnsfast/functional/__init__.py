@@ -26,7 +26,6 @@ from gnsfast.functional._norms import layer_norm, rms_norm
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
-from gnsfast.functional.documents import documents_of_rows as documents_of_rows
 from gnsfast.functional.plan import Plan
 from gnsfast.ops import Groups
 

@@ -46,24 +46,24 @@ class _ChannelNorm(torch.autograd.Function):
         plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
         acc = accumulate_dtype(x.dtype)
         wide = dy.to(acc)
-        found: list[Tensor] = []
+        grads_of: list[Tensor] = []
         if need_w:
             whole = x.to(acc, memory_format=torch.contiguous_format)
-            found.append(_of_rows(wide * ctx.normalised(whole)))
+            grads_of.append(_of_rows(wide * ctx.normalised(whole)))
         if need_b:
-            found.append(_of_rows(wide))
+            grads_of.append(_of_rows(wide))
         grads, rows = [], []
-        for k, g_NC in enumerate(found):
-            own = plan.of(k)
+        for k, g_NC in enumerate(grads_of):
+            plan_k = plan.of(k)
             B, (N, C) = ctx.samples, g_NC.shape
             g_BTC = g_NC.reshape(B, N // max(B, 1), C)
-            a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
-            _, grad, row, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
+            a = plan_k.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
+            _, grad, row, _ = plan_k.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
             rows.append(row)
-        each = iter(grads)
+        iterator = iter(grads)
         dw, db = (
-            next(each).to(dtype) if need else None
+            next(iterator).to(dtype) if need else None
             for need, dtype in zip((need_w, need_b), ctx.dtypes)
         )
         return dy, None, dw, db, torch.cat(rows), None, None

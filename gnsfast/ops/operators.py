@@ -58,5 +58,5 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     if is_compiling() and a.starts is None:
         return reference.norm_backward_aten(a)
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _norm_backward(a)
-    return found
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _norm_backward(a)
+    return results

@@ -15,6 +15,7 @@ from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
 from gnsfast.table.proof import (
+    OF_GNSFAST,
     Proof,
     Trial,
     gates_open,
@@ -23,13 +24,12 @@ from gnsfast.table.proof import (
     prove,
     refuse_attention,
 )
-from gnsfast.table.samples import Samples, Take
+from gnsfast.table.samples import TAKE, Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import is_compiler_loaded, without_modes
 
-TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
     "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
     f"If they lie along the other, {TAKE} says so"
@@ -137,7 +137,7 @@ def table_of(
     # Processes that shard the parameters must run as many passes.
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
-    structure.given = samples.batch
+    structure.arguments = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
         if documents is None:
             shown, proof = _proven(*_traced_with_some(trial))
@@ -176,6 +176,8 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
+    except OF_GNSFAST:
+        raise
     except Exception:  # the model's own, whatever it is
         traced = None
     shown, places, rows = Shown({}, {}, {}, frozenset(), 1e-3), list[Place](), None
@@ -213,9 +215,12 @@ class Shown(NamedTuple):
         new = frozenset[str]() if late is None else frozenset(late.routes().keys() - routes.keys())
         is_half = traces.is_half
         if late is not None:
-            rows = {n: own for n, own in late.rows().items() if n in new} | rows
-            routes = {n: own for n, own in late.routes().items() if n in new} | routes
-            calls = {n: own for n, own in late.calls().items() if n in new} | calls
+
+            def joined(trained: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, Any]:
+                return {name: trained[name] for name in new & trained.keys()} | {**evaluated}
+
+            rows, routes = joined(late.rows(), rows), joined(late.routes(), routes)
+            calls = joined(late.calls(), calls)
             is_half |= late.is_half
         return cls(rows, routes, calls, new, 5e-2 if is_half else 1e-3)
 
@@ -230,10 +235,14 @@ def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
     few = len(trial.order)
     try:
         return trial, *_traced(trial, few + 1)
+    except OF_GNSFAST:
+        raise
     except Exception as error:  # the model's own, whatever it is
         whole = trial._replace(order=[*range(trial.samples.n)])
         try:
             return whole, *_traced(whole, 2 * trial.samples.n)
+        except OF_GNSFAST:
+            raise
         except Exception:
             name = type(trial.followed.structure.model).__name__
             raise ObservationError(
@@ -337,8 +346,8 @@ def _agree(rows: Sequence[Sequence[Row]]) -> bool:
     """Whether the samples are in the same places in the calls of several parameters."""
     first, *others = rows
     return all(
-        len(each) == len(first) and all(a.is_like(b) for a, b in zip(each, first))
-        for each in others
+        len(calls) == len(first) and all(a.is_like(b) for a, b in zip(calls, first))
+        for calls in others
     )
 
 
@@ -350,8 +359,8 @@ def _first_with_samples(a: tuple[bool, Table], b: tuple[bool, Table]) -> tuple[b
 @contextmanager
 def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     """Run the model, perhaps inside of a block, whose pass then begins as if nothing had run."""
-    passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
-    kept = [(leaf, leaf.found, leaf.twin, leaf.whole.twin) for leaf in begun]
+    passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.this_pass.is_begun]
+    kept = [(leaf, leaf.this_pass, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
     followed.structure.free_gathered()
     for leaf in followed.leaves:
@@ -363,7 +372,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         with _in_eager_mode(), saved, not_reentrant(), without_modes():
             yield
     finally:
-        followed.is_learning, followed.structure.given = False, ()
+        followed.is_learning, followed.structure.arguments = False, ()
         followed.structure.free_gathered()
         for leaf in followed.leaves:
             leaf.forget()
@@ -371,7 +380,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
             followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
         for leaf, state, twin, whole_twin in kept:
-            leaf.found, leaf.twin, leaf.whole.twin = state, twin, whole_twin
+            leaf.this_pass, leaf.twin, leaf.whole.twin = state, twin, whole_twin
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:

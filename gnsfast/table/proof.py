@@ -8,14 +8,14 @@ from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or oth
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gnsfast.errors import ObservationError, first_line
+from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following import (
     FIRST,
     Followed,
@@ -31,7 +31,7 @@ from gnsfast.following import (
 from gnsfast.functional import Documents, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
-from gnsfast.table.samples import Samples
+from gnsfast.table.samples import TAKE, Samples
 from gnsfast.tensors import is_dtensor, local_part, map_tensors, tensors_of, whole
 
 Rows = Mapping[str, tuple[Row, ...]]
@@ -52,7 +52,7 @@ class Proof(NamedTuple):
         """This proof with what another one, in training mode, says of the ``late`` parameters."""
         lost = dict.fromkeys(late, other.reason) if other.reason else other.wrong
         wrong = {name: why for name, why in self.wrong.items() if name not in late}
-        sqnorms = {name: own for name, own in other.sqnorms.items() if name in late}
+        sqnorms = {name: sqnorm for name, sqnorm in other.sqnorms.items() if name in late}
         return self._replace(
             wrong=wrong | {name: why for name, why in lost.items() if name in late},
             silent=(self.silent - late) | (other.silent & late),
@@ -126,6 +126,26 @@ class Trial(NamedTuple):
         with self.followed.structure.as_it_was():
             yield [*map(whole, tensors_of(self.run(batch)))], images
 
+    @contextmanager
+    def pass_over_few(self) -> Iterator[list[Tensor]]:
+        """The results of a pass over the few.
+
+        Raises:
+            ObservationError: if the model does not take them.
+        """
+        with ExitStack() as stack:
+            try:
+                results, _ = stack.enter_context(self.results(self.rows))
+            except OF_GNSFAST:
+                raise
+            except Exception as error:  # the model's own, whatever it is
+                name = type(self.followed.structure.model).__name__
+                raise ObservationError(
+                    f"{name} does not take samples {self.rows} of its batch, in this order "
+                    f"({first_line(error)}). If they were cut out of it wrongly, {TAKE} says how."
+                ) from error
+            yield results
+
     def part(self, t: Tensor, place: Layout, k: int, n: int) -> Tensor | None:
         """Sample, or document, number ``k`` of n in a result; None if it does not hold them."""
         if self.documents is None:
@@ -170,6 +190,8 @@ class Trial(NamedTuple):
         """
         try:
             fill_probes(parts, self.leaves)
+        except OF_GNSFAST:
+            raise
         except Exception as error:  # the model's own, as of an autograd function
             return first_line(error)
         rows = self.followed.passes.rows(self.leaves)
@@ -178,7 +200,7 @@ class Trial(NamedTuple):
     @property
     def failed(self) -> dict[str, str]:
         """The parameters that the pass could not measure, with the reason."""
-        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
+        return {leaf.name: leaf.this_pass.failed for leaf in self.leaves if leaf.this_pass.failed}
 
 
 class Measured(NamedTuple):
@@ -241,10 +263,10 @@ def _measured(
     structure = trial.followed.structure
     graphs, chance = graphs_of_gradients[0], structure.chance()
     trial.followed.passes.begin_trial(trial.size, trial.documents)
-    with trial.results(trial.rows) as (results, _):
+    with trial.pass_over_few() as results:
         drew = structure.on_any(structure.chance() != chance)
         for leaf in trial.leaves:
-            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.this_pass.joined
         weighed = trial.weighed(results, places) if weighed is None else weighed
         if structure.on_any(graphs_of_gradients[0] != graphs):
             twice = dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE)
@@ -285,6 +307,8 @@ def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str"
     for alone in (False,) if measured.drew or trial.documents else (True, False):
         try:
             return [truth(j, alone) for j in range(len(trial.order))]
+        except OF_GNSFAST:
+            raise
         except Exception as error:  # the model's own, whatever it is
             why = why or first_line(error)
     return f"the model does not take a single sample ({why})"
@@ -308,7 +332,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
     if not bool(norm_PB.isfinite().all()):
         return Proof("the gradients of its samples are not finite", known)
-    real_PB = norm_PB.new_tensor([[each[leaf] for each in truth] for leaf in norms])
+    real_PB = norm_PB.new_tensor([[sqnorms[leaf] for sqnorms in truth] for leaf in norms])
     # Rounding adds an error to the gradient, not to its square.
     eps_P1 = norm_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
     noise_PB = 32 * eps_P1 * real_PB.sum(0).sqrt() + LEAST
@@ -332,7 +356,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
         "",
         wrong,
         frozenset(leaf.name for leaf, is_silent in zip(norms, silent) if is_silent),
-        {leaf.name: sum(each[leaf] for each in truth) for leaf in truth[0]},
+        {leaf.name: sum(sqnorms[leaf] for sqnorms in truth) for leaf in truth[0]},
     )
 
 
@@ -442,6 +466,9 @@ def _forget_twin(leaf: Leaf) -> None:
 def _either(a: list[bool], b: list[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b)]
 
+
+OF_GNSFAST = ObservationError, SampleShapeError
+"""Errors that name what is wrong. They are not the model's own."""
 
 NO_RESULT = (
     "no result of the model belongs to single samples. With gnsfast.learn(model, batch, run=...) a "
