@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -217,31 +217,19 @@ def kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Generator(NamedTuple):
-    restore: Callable[[], Any]
-    seed: Callable[[int], Any]
-
-
 @contextmanager
-def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
+def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     """Restore every random generator at the end: torch's, Python's and NumPy's, those that modules
-    hold as attributes, and those among the arguments that are ``given``. It yields a function that
-    seeds all of them.
+    hold as attributes, and those among the arguments that are ``given``.
     """
     devices = {t.device for t in chain(model.parameters(), model.buffers()) if t.is_cuda}
-    generators = [*_generators(model, given)]
-
-    def seed(number: int) -> None:
-        torch.manual_seed(number)
-        for generator in generators:
-            generator.seed(number)
-
+    restorers = [*_restorers(model, given)]
     try:
         with torch.random.fork_rng(devices=devices):
-            yield seed
+            yield
     finally:
-        for generator in generators:
-            generator.restore()
+        for restore in restorers:
+            restore()
 
 
 def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:
@@ -251,23 +239,18 @@ def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:
         yield from vars(module).values()
 
 
-def _generators(model: nn.Module, given: Sequence[Any]) -> Iterator[_Generator]:
+def _restorers(model: nn.Module, given: Sequence[Any]) -> Iterator[Callable[[], Any]]:
+    """For each random generator a function that sets it to the state that it has now."""
     numpy: Any = sys.modules.get("numpy")
-    yield _Generator(partial(random.setstate, random.getstate()), random.seed)
+    yield partial(random.setstate, random.getstate())
     if numpy:
-        state = numpy.random.get_state()
-        yield _Generator(partial(numpy.random.set_state, state), numpy.random.seed)
+        yield partial(numpy.random.set_state, numpy.random.get_state())
     for held in held_by(model, given):
-        if isinstance(held, torch.Generator):
-            yield _Generator(partial(held.set_state, held.get_state()), held.manual_seed)
-        elif isinstance(held, random.Random):
-            yield _Generator(partial(held.setstate, held.getstate()), held.seed)
-        elif numpy and isinstance(held, numpy.random.RandomState):
-            yield _Generator(partial(held.set_state, held.get_state()), held.seed)
+        if isinstance(held, random.Random):
+            yield partial(held.setstate, held.getstate())
+        elif isinstance(held, torch.Generator) or (
+            numpy and isinstance(held, numpy.random.RandomState)
+        ):
+            yield partial(held.set_state, held.get_state())
         elif numpy and isinstance(held, numpy.random.Generator):
-            bits = held.bit_generator
-            yield _Generator(partial(setattr, bits, "state", bits.state), partial(_seed, bits))
-
-
-def _seed(bits: Any, number: int) -> None:
-    bits.state = type(bits)(number).state
+            yield partial(setattr, held.bit_generator, "state", held.bit_generator.state)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast.following.elementwise import assigned, broadcast, spread_out
+from gnsfast.following.elementwise import assigned, broadcast
 from gnsfast.following.functions import (
     CASTS,
     COMPILED,
-    COPIES,
     ELEMENTWISE,
     KEEPS,
     OPENED,
@@ -29,7 +28,6 @@ from gnsfast.following.functions import (
     QUERIES,
     SHIFTS,
     Call,
-    copied_along,
     name_of,
     numbered,
     of_torch,
@@ -250,16 +248,14 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return call.run()
     places = _places(call, row, leaf)
     is_made = _is_of_parameters(call, row, places)
-    is_copied = name in COPIES and call.parameters_at == [0] and not call.data_at
-    if is_copied and (row is None or not is_made):
-        if (y := _copied(call, leaf, row and row.result(0))) is not None:
-            return y
     if is_made:
         return _of_parameters(call, leaf)
     if name in ELEMENTWISE or (
         name == "scaled_dot_product_attention" and call.parameters_at == [3]
     ):
         spreads = broadcast(call, row, places, leaf)
+        if spreads is not None and name == "repeat":
+            return spreads[0].contiguous()
         if spreads is not None:
             return call.run_with(dict(zip(call.parameters_at, spreads)))
     if name == "__setitem__" and (value := assigned(call, places, leaf)) is not None:
@@ -412,28 +408,3 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
         return result
 
     return make
-
-
-def _copied(call: Call, leaf: Leaf, place: Place | None) -> Tensor | None:
-    """A parameter that is repeated for each sample, in the ``place`` that an example has shown: its
-    copies are data.
-    """
-    dim = place.dim if isinstance(place, Layout) else None
-    copied = copied_along(call.name, call.leaves, leaf.lanes, dim)
-    if copied is None:
-        return None
-    with torch.no_grad():
-        shape = call.run().shape
-    e, d = call.leaves[0], copied.dim
-    if copied.less is not None:
-        e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf)
-    if copied.rows > 1:  # those of all samples along one dimension
-        e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf)
-        shape = torch.Size((*shape[:d], leaf.lanes, copied.rows, *shape[d + 1 :]))
-    if not e.requires_grad:
-        return None
-    y = spread_out(e, shape, Layout(d))
-    if y is None:
-        return None
-    y = y.flatten(d, d + 1) if copied.rows > 1 else y
-    return y.contiguous() if call.name == "repeat" else y

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnsfast import functional
 from gnsfast.following import packed
-from gnsfast.following.functions import IN_PLACE, Call
+from gnsfast.following.functions import COPIES, IN_PLACE, Call
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Owned, Place
 from gnsfast.following.leaf import (
     ROWS,
@@ -128,8 +128,12 @@ def broadcast(
     """
     leaves = call.leaves
     layout: Place
-    if call.name == "scaled_dot_product_attention":
-        shape: torch.Size | None = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+    shape: torch.Size | None
+    if call.name in COPIES:
+        with torch.no_grad():
+            shape = _broadcast([leaves[0].shape, call.run().shape])
+    elif call.name == "scaled_dot_product_attention":
+        shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
     else:
         shape = _broadcast([t.shape for t in leaves if isinstance(t, Tensor)])
     if shape is None:
@@ -137,7 +141,7 @@ def broadcast(
     if row is None:
         alone = [packed.alone(leaves[i], leaf) for i in call.data_at if leaves[i].shape == shape]
         layout = alone[0] or UNKNOWN if alone else UNKNOWN
-    elif row.chosen and not compiling():
+    elif row.chosen and call.data_at and not compiling():
         owner_N = packed.owners_to_save(leaves[call.data_at[0]], leaf, row)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":

@@ -37,10 +37,10 @@ ELEMENTWISE = frozenset(
     for kind in ("", "r", "i")
 ) | frozenset(
     "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
-    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as "
-    "broadcast_tensors".split()
+    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand expand_as repeat "
+    "broadcast_to broadcast_tensors".split()
 )
-"""Functions that broadcast their arguments against each other."""
+"""Functions that broadcast their arguments against each other, or to a shape."""
 
 IN_PLACE = frozenset(filter(writes, ELEMENTWISE))
 """Those of them that write to their first argument. (Dynamo can only look a name up.)"""
@@ -238,35 +238,6 @@ def numbered(args: Any) -> Any:
     if alone and not index.is_floating_point() and index.dtype != torch.bool:
         return t, int(index)
     return args
-
-
-class Copied(NamedTuple):
-    """How a parameter is repeated for each sample: along dimension ``dim`` of the result, which
-    holds so many ``rows`` of it for a sample. ``less`` are the other numbers of ``repeat``.
-    """
-
-    dim: int
-    rows: int
-    less: tuple[int, ...] | None
-
-
-def copied_along(name: str, arguments: list[Any], B: int, dim: int | None = None) -> Copied | None:
-    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does:
-    along dimension ``dim`` where that is known, else along the first that may be.
-    """
-    e, sizes = arguments[0], [n for n in arguments[1:] if isinstance(n, int)]
-    if name == "expand_as":
-        sizes = list(arguments[1].shape)
-    new = len(sizes) - e.ndim
-    for d, n in enumerate(sizes):
-        if dim is not None and d != dim:
-            continue
-        rows = 1 if d < new else e.shape[d - new]
-        if n == B and (B > 1 or dim is not None) and (rows == 1 or name == "repeat"):
-            counts = (*sizes[:d], 1, *sizes[d + 1 :])
-            needed = name == "repeat" and any(k != 1 for k in counts)
-            return Copied(d, rows, counts if needed else None)
-    return None
 
 
 def chance_of(leaves: list[Any]) -> list[Any]:

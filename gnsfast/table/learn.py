@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.errors import ObservationError, first_line
+from gnsfast.errors import ObservationError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
 from gnsfast.table.proof import (
-    OF_GNSFAST,
+    ModelError,
     Proof,
     Trial,
     gates_open,
@@ -139,10 +139,18 @@ def table_of(
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.arguments = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
-        if documents is None:
-            shown, proof = _proven(*_traced_with_some(trial))
-        else:
-            shown, proof = _proven_documents(trial, documents)
+        try:
+            if documents is None:
+                shown, proof = _proven(*_traced_with_some(trial))
+            else:
+                shown, proof = _proven_documents(trial, documents)
+        except ModelError as error:
+            raise ObservationError(
+                f"{type(structure.model).__name__} does not take {few} or {few + 1} samples of its "
+                f"batch of {samples.n}, in any order ({error}). Rows of each tensor whose "
+                f"dimension 0 or 1 has the size {samples.n} were taken. If they are no samples, "
+                f"{TAKE} says what is one."
+            ) from error.__cause__
         proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
         table = _assembled(followed, shown, proof, few, unproven, documents is not None)
         _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
@@ -176,9 +184,7 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
-    except OF_GNSFAST:
-        raise
-    except Exception:  # the model's own, whatever it is
+    except ModelError:
         traced = None
     shown, places, rows = Shown({}, {}, {}, frozenset(), 1e-3), list[Place](), None
     if traced is not None:
@@ -228,29 +234,12 @@ class Shown(NamedTuple):
 def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
     """The traces of a few samples, or where the model does not take so few, as one that compares
     pairs, those of the whole batch.
-
-    Raises:
-        ObservationError: if the model takes neither.
     """
-    few = len(trial.order)
     try:
-        return trial, *_traced(trial, few + 1)
-    except OF_GNSFAST:
-        raise
-    except Exception as error:  # the model's own, whatever it is
+        return trial, *_traced(trial, len(trial.order) + 1)
+    except ModelError:
         whole = trial._replace(order=[*range(trial.samples.n)])
-        try:
-            return whole, *_traced(whole, 2 * trial.samples.n)
-        except OF_GNSFAST:
-            raise
-        except Exception:
-            name = type(trial.followed.structure.model).__name__
-            raise ObservationError(
-                f"{name} does not take {few} or {few + 1} samples of its batch of "
-                f"{trial.samples.n} ({first_line(error)}). If they were cut out of it wrongly, "
-                f"{TAKE} says how. Rows of each tensor whose dimension 0 or 1 has the size "
-                f"{trial.samples.n} were taken."
-            ) from error
+        return whole, *_traced(whole, 2 * trial.samples.n)
 
 
 def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:

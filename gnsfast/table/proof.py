@@ -8,7 +8,7 @@ from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or oth
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from gnsfast.following import (
 from gnsfast.functional import Documents, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
-from gnsfast.table.samples import TAKE, Samples
+from gnsfast.table.samples import Samples
 from gnsfast.tensors import is_dtensor, local_part, map_tensors, tensors_of, whole
 
 Rows = Mapping[str, tuple[Row, ...]]
@@ -70,6 +70,21 @@ class Weighed(NamedTuple):
     weights: list[Tensor]
 
 
+class ModelError(Exception):
+    """An error of the model itself, whatever it is."""
+
+
+@contextmanager
+def of_the_model() -> Iterator[None]:
+    """Raise errors as the model's own, but for those of gnsfast."""
+    try:
+        yield
+    except (ObservationError, SampleShapeError):
+        raise
+    except Exception as error:
+        raise ModelError(first_line(error)) from error
+
+
 class Trial(NamedTuple):
     """A model that runs for our own ends: ``run`` gets a batch of some ``samples``, of which
     ``order`` are the few that are looked at; or of packed ``documents``, all of which it gets.
@@ -106,7 +121,7 @@ class Trial(NamedTuple):
     def outputs(self, order: Sequence[int]) -> Any:
         """What the model returns for some of its samples. Its state is then what it was."""
         batch = self.samples.some(order)
-        with self.followed.structure.as_it_was():
+        with self.followed.structure.as_it_was(), of_the_model():
             return self.run(batch)
 
     @contextmanager
@@ -124,27 +139,9 @@ class Trial(NamedTuple):
 
         batch = map_tensors(pick, self.samples.some(order))
         with self.followed.structure.as_it_was():
-            yield [*map(whole, tensors_of(self.run(batch)))], images
-
-    @contextmanager
-    def pass_over_few(self) -> Iterator[list[Tensor]]:
-        """The results of a pass over the few.
-
-        Raises:
-            ObservationError: if the model does not take them.
-        """
-        with ExitStack() as stack:
-            try:
-                results, _ = stack.enter_context(self.results(self.rows))
-            except OF_GNSFAST:
-                raise
-            except Exception as error:  # the model's own, whatever it is
-                name = type(self.followed.structure.model).__name__
-                raise ObservationError(
-                    f"{name} does not take samples {self.rows} of its batch, in this order "
-                    f"({first_line(error)}). If they were cut out of it wrongly, {TAKE} says how."
-                ) from error
-            yield results
+            with of_the_model():
+                results = self.run(batch)
+            yield [*map(whole, tensors_of(results))], images
 
     def part(self, t: Tensor, place: Layout, k: int, n: int) -> Tensor | None:
         """Sample, or document, number ``k`` of n in a result; None if it does not hold them."""
@@ -174,13 +171,13 @@ class Trial(NamedTuple):
         """The loss of number ``j`` of the few, which is number ``k`` of n in a pass.
 
         Raises:
-            ValueError: if the results do not hold such a part.
+            ModelError: if the results do not hold such a part.
         """
         loss = []
         for number, place, weights in weighed:
             part = self.part(results[number], place, k, n)
             if part is None or part.shape != weights[j].shape:
-                raise ValueError("its results then have another shape")
+                raise ModelError("its results then have another shape")
             loss.append((part, weights[j]))
         return loss
 
@@ -189,11 +186,10 @@ class Trial(NamedTuple):
         backward pass.
         """
         try:
-            fill_probes(parts, self.leaves)
-        except OF_GNSFAST:
-            raise
-        except Exception as error:  # the model's own, as of an autograd function
-            return first_line(error)
+            with of_the_model():
+                fill_probes(parts, self.leaves)
+        except ModelError as error:  # as of an autograd function
+            return str(error)
         rows = self.followed.passes.rows(self.leaves)
         return {leaf: row[0, :n] for leaf, row in rows.items()}
 
@@ -263,7 +259,7 @@ def _measured(
     structure = trial.followed.structure
     graphs, chance = graphs_of_gradients[0], structure.chance()
     trial.followed.passes.begin_trial(trial.size, trial.documents)
-    with trial.pass_over_few() as results:
+    with trial.results(trial.rows) as (results, _):
         drew = structure.on_any(structure.chance() != chance)
         for leaf in trial.leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.this_pass.joined
@@ -300,17 +296,16 @@ def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str"
         k, n = (0, copies) if alone else (trial.numbers[j], trial.size)
         with trial.followed.structure.bare(), trial.results(rows) as (results, images):
             loss = trial.loss(results, measured.weighed, j, k, n)
-            grads = gradients(loss, [*values, *images], keep=True)
+            with of_the_model():
+                grads = gradients(loss, [*values, *images], keep=True)
         return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
 
     why = ""
     for alone in (False,) if measured.drew or trial.documents else (True, False):
         try:
             return [truth(j, alone) for j in range(len(trial.order))]
-        except OF_GNSFAST:
-            raise
-        except Exception as error:  # the model's own, whatever it is
-            why = why or first_line(error)
+        except ModelError as error:
+            why = why or str(error)
     return f"the model does not take a single sample ({why})"
 
 
@@ -466,9 +461,6 @@ def _forget_twin(leaf: Leaf) -> None:
 def _either(a: list[bool], b: list[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b)]
 
-
-OF_GNSFAST = ObservationError, SampleShapeError
-"""Errors that name what is wrong. They are not the model's own."""
 
 NO_RESULT = (
     "no result of the model belongs to single samples. With gnsfast.learn(model, batch, run=...) a "

@@ -243,7 +243,7 @@ class InOrder(nn.Linear):
 def test_a_model_that_takes_samples_in_one_order() -> None:
     x = torch.randn(4, D)
     x[:, 0] = torch.tensor([4.0, 2.0, 3.0, 2.0])
-    with pytest.raises(gnsfast.ObservationError, match=r"samples \[2, 1, 0\].*sorted.*take="):
+    with pytest.raises(gnsfast.ObservationError, match="in any order .*sorted.*take="):
         gnsfast.learn(InOrder(D, D), x)
 
 
