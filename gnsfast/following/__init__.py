@@ -31,5 +31,6 @@ from gnsfast.following.passes import Rows as Rows
 from gnsfast.following.passes import Weighted as Weighted
 from gnsfast.following.passes import fill_probes as fill_probes
 from gnsfast.following.passes import gradients as gradients
+from gnsfast.following.structure import Structure as Structure
 from gnsfast.following.wrappers import unwrapped as unwrapped
 from gnsfast.torch_internals import unfollowed as unfollowed

@@ -13,7 +13,6 @@ from gnsfast.errors import SampleShapeError
 from gnsfast.following import Followed, Hook
 from gnsfast.functional import Documents
 from gnsfast.table.learn import table_of
-from gnsfast.table.samples import Samples
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import compiled_module, is_compiler_loaded
 
@@ -75,9 +74,9 @@ class BatchHook:
             ):
                 return
         self._handle.remove()  # compiled code goes on in eager mode to the end of the block
-        samples = Samples.of(batch, rows, None, name)
         model = followed.structure.model
-        table = table_of(followed, lambda b: model(*b[0], **b[1]), samples, documents)
+        run = lambda b: model(*b[0], **b[1])  # noqa: E731
+        table = table_of(followed, run, batch, rows, documents=documents)
         (table if followed.table is None else followed.table | table).tell(followed)
         log = logging.getLogger("gnsfast")
         log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

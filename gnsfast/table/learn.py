@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.errors import ObservationError
-from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, unwrapped
+from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
@@ -103,13 +103,10 @@ def learn(
     documents = None
     if cu_seqlens is not None:
         documents = document_slots(cu_seqlens, len(cu_seqlens) - 1, len(cu_seqlens) - 1)
-    name = type(followed.structure.model).__name__
-    samples = Samples.of(batch, num_samples, take, name)
+    run = run or _call(followed.structure.model)
     followed.open(num_samples)
     try:
-        return table_of(
-            followed, run or _call(followed.structure.model), samples, documents, unproven
-        )
+        return table_of(followed, run, batch, num_samples, take, documents, unproven)
     finally:
         followed.close()
 
@@ -128,12 +125,16 @@ def _call(model: nn.Module) -> Callable[[Any], Any]:
 def table_of(
     followed: Followed,
     run: Callable[[Any], Any],
-    samples: Samples,
+    batch: Any,
+    num_samples: int,
+    take: Take | None = None,
     documents: Documents | None = None,
     unproven: str = "leave_out",
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
-    structure, B = followed.structure, max(samples.n, 1)
+    structure = followed.structure
+    samples = _samples(structure, batch, num_samples, take)
+    B = max(samples.n, 1)
     # Processes that shard the parameters must run as many passes.
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
@@ -152,9 +153,26 @@ def table_of(
                 f"{TAKE} says what is one."
             ) from error.__cause__
         proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
+        if documents is not None:
+            refuse_attention(trial, proof)
         table = _assembled(followed, shown, proof, few, unproven, documents is not None)
         _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
     return table
+
+
+def _samples(structure: Structure, batch: Any, n: int, take: Take | None) -> Samples:
+    """The samples of a batch. What is wrong on one of the processes that shard the parameters is an
+    error on all of them, none of which then waits for it.
+    """
+    wrong, samples = "", None
+    try:
+        samples = Samples.of(batch, n, take, type(structure.model).__name__)
+    except SampleShapeError as error:
+        wrong = str(error)
+    wrong = shared(wrong, max, structure.groups)
+    if wrong or samples is None:
+        raise SampleShapeError(wrong)
+    return samples
 
 
 def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown", Proof]:
@@ -192,7 +210,6 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
         rows = shown.rows
     trial = of_documents(trial, documents)
     proof, rows, _ = prove(trial, rows, places, shown.rtol, training=True)
-    refuse_attention(trial, proof)
     return shown._replace(rows=rows), proof
 
 

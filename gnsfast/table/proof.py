@@ -412,7 +412,7 @@ def refuse_attention(trial: Trial, proof: Proof) -> None:
     other.
     """
     out = {leaf.name for leaf in trial.leaves if leaf.left_out}
-    for name in {name for name, why in proof.wrong.items() if why is MIXED} - out:
+    for name in {name for name, why in proof.wrong.items() if why == MIXED} - out:
         raise ObservationError(
             f"{type(trial.followed.structure.model).__name__}: the packed documents attend to each "
             f"other, as the gradients of {name} show. The attention mask must be block-diagonal: "
