@@ -40,6 +40,8 @@ OF_TWO = (
     "with an entry for each two samples"
 )
 
+OF_DOCUMENTS = "losses of single documents"
+
 FEW = 3
 """So many samples of a batch are looked at; two are too few to tell a sample from all others."""
 
@@ -135,6 +137,8 @@ def table_of(
     structure = followed.structure
     samples = _samples(structure, batch, num_samples, take)
     B = max(samples.n, 1)
+    for leaf in followed.leaves:
+        leaf.rows = 0 if documents is None else samples.n
     # Processes that shard the parameters must run as many passes.
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
@@ -303,7 +307,7 @@ def _assembled(
         elif name in proof.silent:
             doubtful[name] = OF_TWO if shown.has_pairs else "the batch gives it no gradient"
         else:
-            proofs[name] = f"{few} samples alone"
+            proofs[name] = OF_DOCUMENTS if has_documents else f"{few} samples alone"
     model = followed.structure.model
     kinds = {leaf.name: _kind(model, leaf) for leaf in followed.leaves}
     siblings: dict[Any, list[str]] = {}

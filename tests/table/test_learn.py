@@ -261,3 +261,22 @@ def test_an_error_of_gnsfast_is_shown_as_it_is(kind: type[Exception], passes: in
 
     with pytest.raises(kind, match="^a line to write"):
         gnsfast.learn(model, torch.randn(4, D), run=run)
+
+
+def test_documents_are_learnt() -> None:
+    """A table of packed documents serves blocks of others, without another look at the model."""
+    model = nn.Sequential(nn.Embedding(20, D), nn.GELU(), linear())
+    starts = torch.tensor([0, 4, 9, 15, 20], dtype=torch.int32)
+    table = gnsfast.learn(model, torch.randint(20, (2, 10)), cu_seqlens=starts)
+    assert table.has_documents and table.proofs.keys() == {"0.weight", "2.weight", "2.bias"}
+    calls: list[int] = []
+    model[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    ids, starts = torch.randint(20, (2, 8)), torch.tensor([0, 5, 16], dtype=torch.int32)
+    with gnsfast.per_sample_sqnorms(model, 2, table=table, cu_seqlens=starts) as norms:
+        model(ids).square().sum().backward()
+    assert calls == [1]
+    for b, document in enumerate(ids.flatten().split([5, 11])):
+        model.zero_grad()
+        model(document).square().sum().backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(norms[name][b], p.grad.square().sum())
