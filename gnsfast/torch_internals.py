@@ -195,6 +195,11 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[Any,
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
+def process_groups() -> list[Any]:
+    """All groups of processes that this process is in, each with a name and a description."""
+    return [*torch.distributed.distributed_c10d._world.pg_map]
+
+
 def root_mesh(mesh: Any) -> Any:
     """The mesh of which a device mesh is a part."""
     return mesh._get_root_mesh()

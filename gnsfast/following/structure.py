@@ -55,7 +55,7 @@ class Structure:
         holders_of = Counter(of[id(p)] for _, p in every if id(p) in of)
         for leaf, holders in holders_of.items():
             leaf.is_shared = holders > 1
-        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
         norms = ((n, m) for n, m in model.named_modules() if isinstance(m, BatchNorm))
         self._batch_norms = [(n, weakref.ref(m)) for n, m in norms]
@@ -84,7 +84,7 @@ class Structure:
         """Whether the model has the same parameters, of which the same are trained."""
         if self._version != _registrations[0]:
             model = self.model
-            now = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+            now = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
             same = len(now) == len(self._held) and all(
                 a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
             )
@@ -177,7 +177,7 @@ nn.modules.module.register_module_parameter_registration_hook(_registered)
 nn.modules.module.register_module_module_registration_hook(_registered)
 
 
-def own_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a module holds itself, by name."""
     if isinstance(module, torch.jit.ScriptModule):  # its parameters are no attributes of Python
         return

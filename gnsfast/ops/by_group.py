@@ -134,14 +134,14 @@ def _by_group(
     if dtype is not None:
         a = a._replace(dtype=acc)
     parts: list[list[Tensor]] = []
-    at_own: list[Tensor] = []
+    at_part: list[Tensor] = []
     for index in members:
         part = type(a)(*(t if t is None else t[index] for t in a[:inputs]), *a[inputs:])
         if linked:
             part = part._replace(ids_BS=a.ids_BS[index])
         results = operator(part)
         if at_BS is not None:
-            at_own.append(results[0][at_BS[index]])
+            at_part.append(results[0][at_BS[index]])
         if not parts:
             dtypes = [dtype or t.dtype for t in results]
             parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(results, kinds)]
@@ -161,7 +161,7 @@ def _by_group(
             whole.append(_rows(of_result, members, totals))
         else:
             whole.append(_in_order(of_result, members))
-    return *whole, _in_order(at_own or [like.new_empty(0, dtype=acc)], members)
+    return *whole, _in_order(at_part or [like.new_empty(0, dtype=acc)], members)
 
 
 def _of_segments(

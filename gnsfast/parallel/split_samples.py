@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.tensors import is_dtensor
-from gnsfast.torch_internals import functions_of_context_parallel, root_mesh, splits_sequences
+from gnsfast.torch_internals import (
+    functions_of_context_parallel,
+    process_groups,
+    root_mesh,
+    splits_sequences,
+)
 
 NAMES = {"context", "cp", "seq", "sequence", "sp", "ulysses"}
 """Names of mesh dimensions and process groups over which the parts of a sample are spread."""
@@ -144,7 +149,7 @@ def _group_names(parameters: Iterable[Any], processes: set[int]) -> Iterator[str
     """
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     spread = {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in process_groups():
         ranks = {*dist.get_process_group_ranks(group)}
         if len(processes & ranks) > 1 and group.group_name not in spread:
             yield group.group_desc

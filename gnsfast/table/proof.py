@@ -86,8 +86,9 @@ def of_the_model() -> Iterator[None]:
 
 
 class Trial(NamedTuple):
-    """A model that runs for our own ends: ``run`` gets a batch of some ``samples``, of which
-    ``order`` are the few that are looked at; or of packed ``documents``, all of which it gets.
+    """A model that runs for our own ends: ``run`` gets a batch of some ``samples``. The numbers in
+    ``order`` are those of the few that are looked at: of samples, or of packed ``documents`` in a
+    batch that it gets whole.
     """
 
     followed: Followed
