@@ -150,11 +150,11 @@ def table_of(
             else:
                 shown, proof = _proven_documents(trial, documents)
         except ModelError as error:
+            name, n = type(structure.model).__name__, samples.n
             raise ObservationError(
-                f"{type(structure.model).__name__} does not take {few} or {few + 1} samples of its "
-                f"batch of {samples.n}, in any order ({error}). Rows of each tensor whose "
-                f"dimension 0 or 1 has the size {samples.n} were taken. If they are no samples, "
-                f"{TAKE} says what is one."
+                f"{name} does not take {few}, {few + 1} or all {n} samples of its batch in any "
+                f"order ({error}). Rows of each tensor whose dimension 0 or 1 has the size {n} "
+                f"were taken. If they are no samples, {TAKE} says what is one."
             ) from error.__cause__
         proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
         if documents is not None:

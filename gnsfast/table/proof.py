@@ -76,10 +76,10 @@ class ModelError(Exception):
 
 @contextmanager
 def of_the_model() -> Iterator[None]:
-    """Raise errors as the model's own, but for those of gnsfast."""
+    """Raise errors as the model's own, but for those of gnsfast and of the memory."""
     try:
         yield
-    except (ObservationError, SampleShapeError):
+    except (ObservationError, SampleShapeError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise ModelError(first_line(error)) from error
@@ -238,13 +238,11 @@ def prove(
         if structure.on_any(bool(turned)):
             followed.learn({**table, **turned})
             turned_places = [*map(turned_place, places)]
-            if turned_places == [*places]:
-                again = judged(_measured(trial, places, measured.weighed), truth, rtol)
-            else:
-                measured = _measured(trial, turned_places)
-                again = judged(measured, _truths(trial, measured), rtol)
-                is_better = not again.reason and len(again.wrong) < len(proof.wrong)
-                places = turned_places if is_better else places
+            is_same = turned_places == [*places]
+            measured = _measured(trial, turned_places, measured.weighed if is_same else None)
+            again = judged(measured, truth if is_same else _truths(trial, measured), rtol)
+            if not again.reason and len(again.wrong) < len(proof.wrong):
+                places = turned_places
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
             table = {**table, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
