@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gnsfast.tensors import is_dtensor, writes
+from gnsfast.torch_internals import hooks_of, unfollowed
 
 
 @contextmanager
@@ -29,40 +30,40 @@ def kept_state(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
     hooks = [(vars(m)[name], {**vars(m)[name]}) for m in modules for name in HOOKS]
-    found = _Found()
+    values = _Values()
     for value in given:
         if not isinstance(value, Tensor):
-            found.add(value)
+            values.add(value)
     for t in model.buffers():
-        found.add(t)
+        values.add(t)
     for p in model.parameters():  # such as a gradient that a function of the model adds to
-        for own in vars(p).values():
-            if isinstance(own, Tensor) and own.shape == p.shape:
-                found.add(own)
-    for _, _, own in held:
-        for value in own.values():
-            found.add(value)
+        for value in vars(p).values():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                values.add(value)
+    for _, _, attributes in held:
+        for value in attributes.values():
+            values.add(value)
     writes = _Writes(model)
     try:
         with writes:
             yield
     finally:
-        for module, buffers, own in held:
+        for module, buffers, attributes in held:
             module._buffers.clear()
             module._buffers.update(buffers)
             registered = {*module._parameters, *module._modules}
-            for name in _own_attributes(module).keys() - own.keys():
+            for name in _own_attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
-            vars(module).update((k, v) for k, v in own.items() if k not in registered)
-        for own, content in hooks:
-            if own != content:
-                own.clear()
-                own.update(content)
-        found.restore()
+            vars(module).update((k, v) for k, v in attributes.items() if k not in registered)
+        for hooks_m, content in hooks:
+            if hooks_m != content:
+                hooks_m.clear()
+                hooks_m.update(content)
+        values.restore()
         writes.restore()
 
 
-class _Found:
+class _Values:
     """Values that can be written to, and what they held."""
 
     def __init__(self) -> None:
@@ -77,8 +78,8 @@ class _Found:
                 self._tensors[id(value)] = value, value.detach().clone()
         elif type(value) in (*CONTAINERS, tuple) and id(value) not in self._containers:
             self._containers[id(value)] = value, value if type(value) is tuple else copy(value)
-            for each in value.values() if isinstance(value, dict) else value:
-                self.add(each)
+            for part in value.values() if isinstance(value, dict) else value:
+                self.add(part)
         elif type(value).__module__ == "numpy" and hasattr(value, "setflags"):
             self._tensors[id(value)] = value, value.copy()
         elif _is_plain(value):
@@ -105,10 +106,10 @@ class _Found:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object has attributes, none of which is an object that has some."""
-    own, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
-    simple = [each for each in own if isinstance(each, held) or not hasattr(each, "__dict__")]
+    attributes, held = getattr(value, "__dict__", {}).values(), (Tensor, *CONTAINERS)
+    simple = [t for t in attributes if isinstance(t, held) or not hasattr(t, "__dict__")]
     others = (Tensor, type, nn.Module, torch.optim.Optimizer, *CONTAINERS)
-    return 0 < len(own) == len(simple) and not isinstance(value, others)
+    return 0 < len(attributes) == len(simple) and not isinstance(value, others)
 
 
 class _Writes(TorchFunctionMode):
@@ -133,7 +134,7 @@ class _Writes(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _keep(self, t: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with unfollowed():
             address = _address(t)
             for p in self._at.get(address, ()):
                 # FSDP2 frees parameters between their uses.
@@ -143,7 +144,7 @@ class _Writes(TorchFunctionMode):
 
     def restore(self) -> None:
         """Let the parameters be what they were."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with unfollowed():
             for p, data, value in self._kept.values():
                 data.copy_(value)
                 p.data = data
@@ -186,8 +187,8 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
     """Restore gradients at the end. Inside they are None and no hook of a parameter runs, because a
     function of the model may run a backward pass of its own.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        held = [(p, p.grad, [{**(own or {})} for own in _hooks_of(p)]) for p in parameters]
+    with unfollowed():
+        held = [(p, p.grad, [{**(hooks_p or {})} for hooks_p in hooks_of(p)]) for p in parameters]
     try:
         for p, _, hooks in held:
             p.grad = None
@@ -200,17 +201,13 @@ def kept_grads(parameters: Iterable[Any]) -> Iterator[None]:
             _set_hooks(p, hooks)
 
 
-def _hooks_of(p: Any) -> tuple[Any, Any]:
-    return p._backward_hooks, p._post_accumulate_grad_hooks
-
-
 def _set_hooks(p: Any, hooks: list[dict[Any, Any]]) -> None:
     """Let a parameter have these hooks, in the very dictionaries that torch holds."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for own, content in zip(_hooks_of(p), hooks):
-            if own is not None and own != content:
-                own.clear()
-                own.update(content)
+    with unfollowed():
+        for hooks_p, content in zip(hooks_of(p), hooks):
+            if hooks_p is not None and hooks_p != content:
+                hooks_p.clear()
+                hooks_p.update(content)
 
 
 @contextmanager
@@ -220,31 +217,19 @@ def kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Generator(NamedTuple):
-    restore: Callable[[], Any]
-    seed: Callable[[int], Any]
-
-
 @contextmanager
-def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
+def kept_chance(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[None]:
     """Restore every random generator at the end: torch's, Python's and NumPy's, those that modules
-    hold as attributes, and those among the arguments that are ``given``. It yields a function that
-    seeds all of them.
+    hold as attributes, and those among the arguments that are ``given``.
     """
     devices = {t.device for t in chain(model.parameters(), model.buffers()) if t.is_cuda}
-    generators = [*_generators(model, given)]
-
-    def seed(number: int) -> None:
-        torch.manual_seed(number)
-        for each in generators:
-            each.seed(number)
-
+    restorers = [*_restorers(model, given)]
     try:
         with torch.random.fork_rng(devices=devices):
-            yield seed
+            yield
     finally:
-        for each in generators:
-            each.restore()
+        for restore in restorers:
+            restore()
 
 
 def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:
@@ -254,23 +239,18 @@ def held_by(model: nn.Module, given: Sequence[Any] = ()) -> Iterator[Any]:
         yield from vars(module).values()
 
 
-def _generators(model: nn.Module, given: Sequence[Any]) -> Iterator[_Generator]:
+def _restorers(model: nn.Module, given: Sequence[Any]) -> Iterator[Callable[[], Any]]:
+    """For each random generator a function that sets it to the state that it has now."""
     numpy: Any = sys.modules.get("numpy")
-    yield _Generator(partial(random.setstate, random.getstate()), random.seed)
+    yield partial(random.setstate, random.getstate())
     if numpy:
-        state = numpy.random.get_state()
-        yield _Generator(partial(numpy.random.set_state, state), numpy.random.seed)
+        yield partial(numpy.random.set_state, numpy.random.get_state())
     for held in held_by(model, given):
-        if isinstance(held, torch.Generator):
-            yield _Generator(partial(held.set_state, held.get_state()), held.manual_seed)
-        elif isinstance(held, random.Random):
-            yield _Generator(partial(held.setstate, held.getstate()), held.seed)
-        elif numpy and isinstance(held, numpy.random.RandomState):
-            yield _Generator(partial(held.set_state, held.get_state()), held.seed)
+        if isinstance(held, random.Random):
+            yield partial(held.setstate, held.getstate())
+        elif isinstance(held, torch.Generator) or (
+            numpy and isinstance(held, numpy.random.RandomState)
+        ):
+            yield partial(held.set_state, held.get_state())
         elif numpy and isinstance(held, numpy.random.Generator):
-            bits = held.bit_generator
-            yield _Generator(partial(setattr, bits, "state", bits.state), partial(_seed, bits))
-
-
-def _seed(bits: Any, number: int) -> None:
-    bits.state = type(bits)(number).state
+            yield partial(setattr, held.bit_generator, "state", held.bit_generator.state)

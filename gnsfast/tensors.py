@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from gnsfast.torch_internals import pytree
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,6 @@ element-wise one is a reduction (``elementwise.py``). Any other is run again for
 backward (``replay.py``).
 """
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from gnsfast.following.elementwise import assigned, broadcast, spread_out
+from gnsfast.following.elementwise import assigned, broadcast
 from gnsfast.following.functions import (
     CASTS,
     COMPILED,
-    COPIES,
     ELEMENTWISE,
     KEEPS,
     OPENED,
@@ -31,8 +28,6 @@ from gnsfast.following.functions import (
     QUERIES,
     SHIFTS,
     Call,
-    copied_along,
-    is_transformed,
     name_of,
     numbered,
     of_torch,
@@ -53,7 +48,6 @@ from gnsfast.following.leaf import (
     fail,
     first_leaf,
     twin_of,
-    unfollowed,
 )
 from gnsfast.following.owners import mark_made
 from gnsfast.following.packed import alone
@@ -61,6 +55,17 @@ from gnsfast.following.replay import replay
 from gnsfast.following.uses import bare
 from gnsfast.functional import beside
 from gnsfast.tensors import writes
+from gnsfast.torch_internals import (
+    break_graph,
+    is_compiler_loaded,
+    is_never_compiled,
+    is_transformed,
+    pytree,
+    rebuilt_parameter,
+    skip_in_compiler,
+    takes_no_functions,
+    unfollowed,
+)
 
 
 class Tracked(Tensor):
@@ -90,7 +95,7 @@ class Measured(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with unfollowed():
-            return torch._utils._rebuild_parameter, (
+            return rebuilt_parameter, (
                 self.detach(),
                 self.requires_grad,
                 OrderedDict(),
@@ -103,13 +108,14 @@ _plain: dict[type, type] = {Measured: nn.Parameter}
 
 def takes_functions(cls: Any) -> bool:
     """Whether a class of others takes the functions of torch itself, as quantized weights do."""
-    own: Any = cls.__torch_function__
+    function: Any = cls.__torch_function__
     default: Any = Tensor.__torch_function__
     is_ours = cls is Tracked or cls in _plain
-    return not is_ours and own is not _DISABLED and own.__func__ is not default.__func__
-
-
-_DISABLED = torch._C._disabled_torch_function_impl
+    return (
+        not is_ours
+        and function is not takes_no_functions
+        and function.__func__ is not default.__func__
+    )
 
 
 def why_opaque(p: Tensor) -> str:
@@ -132,9 +138,11 @@ def attach(leaf: Leaf, p: Any) -> None:
     if cls in _plain or leaf.is_opaque:
         return
     if cls not in _measured:  # such as a DTensor
-        own = {"__torch_function__": Measured.__dict__["__torch_function__"]}
-        _measured[cls] = made = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
-        _plain[made] = cls
+        members = {"__torch_function__": Measured.__dict__["__torch_function__"]}
+        _measured[cls] = measured = type(
+            cls.__name__, (cls,), {**members, "__module__": cls.__module__}
+        )
+        _plain[measured] = cls
     leaf.current = p
     p._gnsfast = leaf.whole
     p.__class__ = _measured[cls]
@@ -142,8 +150,8 @@ def attach(leaf: Leaf, p: Any) -> None:
 
 def release(leaf: Leaf) -> None:
     """Let what was made of a parameter, and is still held, be plain tensors."""
-    for made in leaf.made:
-        if isinstance(held := made(), Tracked):
+    for reference in leaf.made:
+        if isinstance(held := reference(), Tracked):
             plain: Any = held
             plain.__class__ = Tensor
             del plain._gnsfast
@@ -183,7 +191,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if y is not NotImplemented:
         return y
     name = Call(func, args, kwargs).expressions[0].leaves[0].name
-    torch._dynamo.graph_break(msg=f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
+    break_graph(f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
     return in_eager_code(func, args, kwargs)
 
 
@@ -218,19 +226,15 @@ def in_eager_code(func: Any, args: Any, kwargs: Any) -> Any:
 def prepare_compiler() -> None:
     """Let ``in_eager_code`` break the graph, let what eager code calls be no graph of its own, and
     let one graph serve all numbers of samples. (What is reached from a parameter has fixed sizes
-    otherwise.) To import the compiler for this takes a second.
+    otherwise.)
     """
     global in_eager_code
-    if "torch._dynamo" not in sys.modules:
+    if not is_compiler_loaded():
         return
     renew_attention()  # compiled code cannot do so itself
-    if not hasattr(in_eager_code, "_torchdynamo_disable"):
+    if not is_never_compiled(in_eager_code):
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
-        eval_frame = torch._C._dynamo.eval_frame
-        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        own: Any = Tracked.__torch_function__, Tracked.detach
-        for function in own:
-            eval_frame.set_code_exec_strategy(function.__code__, skip)
+        skip_in_compiler(Tracked.__torch_function__, Tracked.detach)
         config = torch.compiler.config
         config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
 
@@ -267,24 +271,23 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     leaf = first_leaf(call.expressions)
     row = leaf.row(name, lambda row: _fits(call, row, leaf))
-    if name in CASTS and 0 not in call.own:  # a parameter that tells its dtype alone
+    if name in CASTS and 0 not in call.parameters_at:  # a parameter that tells its dtype alone
         return call.run()
     places = _places(call, row, leaf)
     is_made = _is_of_parameters(call, row, places)
-    is_copied = name in COPIES and call.own == [0] and not call.others
-    if is_copied and (row is None or not is_made):
-        if (y := _copied(call, leaf, row and row.result(0))) is not None:
-            return y
     if is_made:
         return _of_parameters(call, leaf)
-    if name == "scaled_dot_product_attention" and call.own == [3] and leaf.norms_alone:
+    is_bias = name == "scaled_dot_product_attention" and call.parameters_at == [3]
+    if is_bias and leaf.norms_alone:
         return _attended(call, row, places, leaf)
-    if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
+    if name in ELEMENTWISE or is_bias:
         spreads = broadcast(call, row, places, leaf)
+        if spreads is not None and name == "repeat":
+            return spreads[0].contiguous()
         if spreads is not None:
-            return call.run_with(dict(zip(call.own, spreads)))
+            return call.run_with(dict(zip(call.parameters_at, spreads)))
     if name == "__setitem__" and (value := assigned(call, places, leaf)) is not None:
-        return call.run_with(dict(zip(call.own, [value])))
+        return call.run_with(dict(zip(call.parameters_at, [value])))
     if compiling():
         return NotImplemented
     return replay(call, row, places, leaf)
@@ -299,7 +302,8 @@ def _attended(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf)
         return NotImplemented if compiling() else replay(call, row, places, leaf)
     as_now = call.as_now(draws=True)
     y = call.run()
-    values = {i: call.leaves[i].detach() for i in call.others} | dict(zip(call.own, spreads))
+    values = {i: call.leaves[i].detach() for i in call.data_at}
+    values |= dict(zip(call.parameters_at, spreads))
     with as_now():
         return beside(y, call.run_with(values))
 
@@ -324,14 +328,14 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _fits(call: Call, row: Row, leaf: Leaf) -> bool:
     """Whether the samples may lie in the tensors of a call as a row of the table says."""
-    places = ((row.argument(i), call.leaves[i].shape) for i in call.others)
+    places = ((row.argument(i), call.leaves[i].shape) for i in call.data_at)
     return all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
 
 
 def _places(call: Call, row: Row | None, leaf: Leaf) -> dict[int, Place]:
     """Where the samples lie in the other tensors of a call."""
     places: dict[int, Place] = {}
-    for i in call.others:
+    for i in call.data_at:
         t = call.leaves[i]
         if row is not None:
             places[i] = row.argument(i) or SHARED  # None for a parameter that is left out now
@@ -345,7 +349,7 @@ def _is_of_parameters(call: Call, row: Row | None, places: dict[int, Place]) -> 
     for each sample.
     """
     results = () if row is None else row.results
-    if call.name in CASTS or not call.others:
+    if call.name in CASTS or not call.data_at:
         return not any(isinstance(place, Layout) for place in results)
     return all(place == SHARED for place in (*places.values(), *results))
 
@@ -355,15 +359,15 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
     eager = not compiling()
     if not (eager or call.name in COMPILED):
         return NotImplemented
-    before = [call.leaves[i]._version for i in call.own] if eager else []
+    before = [call.leaves[i]._version for i in call.parameters_at] if eager else []
     is_written = eager and writes(call.name)
     if is_written:
         call.keep_first()
     as_now = call.as_now() if eager else nullcontext
     out = call.run()
-    is_written |= eager and [call.leaves[i]._version for i in call.own] != before
-    found = {each.index: each for e in call.expressions for each in e.leaves}
-    leaves = tuple(found[k] for k in sorted(found))
+    is_written |= eager and [call.leaves[i]._version for i in call.parameters_at] != before
+    by_index = {taken.index: taken for e in call.expressions for taken in e.leaves}
+    leaves = tuple(by_index[k] for k in sorted(by_index))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)
     arguments = {id(t) for t in call.leaves} if eager else ()
     for k, t in enumerate(results):
@@ -377,19 +381,19 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
             for leaf in leaves:
                 leaf.fail(MADE_COMPLEX)
             continue
-        made = _expression(call, leaves, k, t, is_written, as_now)
+        expression = _expression(call, leaves, k, t, is_written, as_now)
         if eager:
             mark_made(t)
             first_leaf(call.expressions).made.append(weakref.ref(t))
-        if made.kind == MADE:
+        if expression.kind == MADE:
             if not eager:
                 return NotImplemented
-            made.graph()
+            expression.graph()
         if not eager:
             t = results[k] = t.as_subclass(Tracked)
         elif type(t) is Tensor:
             t.__class__ = Tracked
-        t._gnsfast = made
+        t._gnsfast = expression
     if len(results) == 1 and type(out) not in (list, tuple) and not hasattr(out, "__next__"):
         return results[0]
     return pytree.tree_unflatten(results, spec)
@@ -401,15 +405,17 @@ def _expression(
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
     make = _not_remade if compiling() else _remade(call, k, is_written, as_now)
-    keeps = len(call.own) == 1 and first.kind == SAME and not is_written
+    keeps = len(call.parameters_at) == 1 and first.kind == SAME and not is_written
     shifts = name in SHIFTS and not call.is_scaled
     shifted = first.is_shifted or shifts
-    if keeps and (name in KEEPS or (shifts and t.shape == call.leaves[call.own[0]].shape)):
+    if keeps and (
+        name in KEEPS or (shifts and t.shape == call.leaves[call.parameters_at[0]].shape)
+    ):
         return Expression(leaves, SAME, make, span=first.span, is_shifted=shifted)
     if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.index)):
         span = None if compiling() or first.is_shifted else Span.of(t)
         return Expression(leaves, SAME, make, span=span, is_shifted=first.is_shifted)
-    if name == "embedding" and call.own == [1] and first.is_whole:
+    if name == "embedding" and call.parameters_at == [1] and first.is_whole:
         padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
         return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))
     return Expression(leaves, MADE, make)
@@ -428,15 +434,15 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
     """A function that computes result number ``k`` again, from other tensors for the leaves, in the
     context ``as_now``.
     """
-    function, own, expressions = call.function, call.own, call.expressions
+    function, at, expressions = call.function, call.parameters_at, call.expressions
     constants = [t.detach() if isinstance(t, Tensor) else t for t in call.constants]
 
     def make(value: Callable[[Leaf], Tensor]) -> Tensor:
         arguments = list(constants)
-        for i, e in zip(own, expressions):
+        for i, e in zip(at, expressions):
             one = e.graph() if value is twin_of else e.make(value)
             arguments[i] = one.clone() if is_written else one
-        if is_written and 0 not in own:
+        if is_written and 0 not in at:
             arguments[0] = arguments[0].clone()
         with as_now():
             out = function(arguments)
@@ -445,28 +451,3 @@ def _remade(call: Call, k: int, is_written: bool, as_now: Any) -> Callable[..., 
         return result
 
     return make
-
-
-def _copied(call: Call, leaf: Leaf, place: Place | None) -> Tensor | None:
-    """A parameter that is repeated for each sample, in the ``place`` that an example has shown: its
-    copies are data.
-    """
-    dim = place.dim if isinstance(place, Layout) else None
-    copied = copied_along(call.name, call.leaves, leaf.lanes, dim)
-    if copied is None:
-        return None
-    with torch.no_grad():
-        shape = call.run().shape
-    e, d = call.leaves[0], copied.dim
-    if copied.less is not None:
-        e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf)
-    if copied.each > 1:  # rows (B, each) along one dimension
-        e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf)
-        shape = torch.Size((*shape[:d], leaf.lanes, copied.each, *shape[d + 1 :]))
-    if not e.requires_grad:
-        return None
-    y = spread_out(e, shape, Layout(d))
-    if y is None:
-        return None
-    y = y.flatten(d, d + 1) if copied.each > 1 else y
-    return y.contiguous() if call.name == "repeat" else y

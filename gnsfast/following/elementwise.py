@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnsfast import functional
 from gnsfast.following import packed
-from gnsfast.following.functions import IN_PLACE, Call
+from gnsfast.following.functions import COPIES, IN_PLACE, Call
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Owned, Place
 from gnsfast.following.leaf import (
     ROWS,
@@ -42,7 +42,7 @@ class _Spread(torch.autograd.Function):
         expression: Expression | None,
         rows: int,
     ) -> Tensor:
-        ctx.own, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
+        ctx.size, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
         ctx.samples = plan.samples(probe)
         if expression is not None and expression.is_parted:
             plan = Plan(starts=plan.starts, norms_alone=plan.norms_alone)
@@ -60,31 +60,31 @@ class _Spread(torch.autograd.Function):
         owner_N, *saved = tensors
         plan = ctx.plan.restored(saved)
         if plan.starts is None:
-            g_BTP = of_samples(g, ctx.own, ctx.layout or Chosen(owner_N), ctx.samples)
+            g_BTP = of_samples(g, ctx.size, ctx.layout or Chosen(owner_N), ctx.samples)
         else:
-            g_BTP = of_tokens(ctx.layout.samples_first(g, ctx.rows), ctx.own)
+            g_BTP = of_tokens(ctx.layout.samples_first(g, ctx.rows), ctx.size)
         total, rows = reduced(g_BTP, plan, ctx.dtype)
         if ctx.expression is not None and ctx.expression.is_parted:
             starts = plan.starts
             if is_wanted([ctx.expression]):
                 leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
             rows = rows.new_zeros(ctx.shape)
-        [total] = plan.gradients([True], total.reshape(ctx.own))
+        [total] = plan.gradients([True], total.reshape(ctx.size))
         return total, rows, None, None, None, None, None
 
 
-def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:
-    """The gradient ``g`` of a tensor of shape ``own`` that was broadcast to that of ``g``, as
+def of_samples(g: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:
+    """The gradient ``g`` of a tensor of ``shape`` that was broadcast to that of ``g``, as
     [B, T, elements]: the sum over T is the gradient of a sample.
     """
     if isinstance(layout, Owned):
-        g_BTP = g.new_zeros(B, 1, own.numel(), dtype=accumulate_dtype(g.dtype))
+        g_BTP = g.new_zeros(B, 1, shape.numel(), dtype=accumulate_dtype(g.dtype))
         for b in layout.owner.unique().tolist():
             g_BTP[b, 0] = (
-                g.masked_fill(layout.owner != b, 0.0).to(g_BTP.dtype).sum_to_size(own).flatten()
+                g.masked_fill(layout.owner != b, 0.0).to(g_BTP.dtype).sum_to_size(shape).flatten()
             )
         return g_BTP
-    wide = (1,) * (g.ndim - len(own)) + tuple(own)
+    wide = (1,) * (g.ndim - len(shape)) + tuple(shape)
     if isinstance(layout, Layout) and layout.dim < g.ndim - 1 and wide[:-1] == (1,) * (g.ndim - 1):
         if wide[-1] > 1:  # the operator adds up the tokens
             F = g.shape[-1]
@@ -95,22 +95,22 @@ def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen | Owned, B: i
     g = g.sum(dims, keepdim=True, dtype=acc) if dims else g.to(acc)
     if isinstance(layout, Chosen):
         g_B = g.new_zeros(B, *g.shape[1:]).index_add_(0, layout.owner_N, g)
-        return g_B.reshape(B, 1, own.numel())
-    P = own.numel()
+        return g_B.reshape(B, 1, shape.numel())
+    P = shape.numel()
     return layout.samples_first(g, B).reshape(B, g.numel() // max(B * P, 1), P)
 
 
-def of_tokens(g: Tensor, own: torch.Size) -> Tensor:
+def of_tokens(g: Tensor, shape: torch.Size) -> Tensor:
     """The same for packed documents, of which ``g`` begins with the tokens, as [N, elements] with a
     row, or several, for each token.
     """
-    lead = g.ndim - len(own)
-    wide = (1,) * lead + tuple(own)
+    lead = g.ndim - len(shape)
+    wide = (1,) * lead + tuple(shape)
     first = next((i for i, size in enumerate(wide) if size != 1), g.ndim)
     rest = [i for i in range(first, g.ndim) if wide[i] == 1]
     acc = accumulate_dtype(g.dtype)
     g = g.sum(rest, keepdim=True, dtype=acc) if rest else g
-    return g.reshape(-1, own.numel())
+    return g.reshape(-1, shape.numel())
 
 
 def _of_one(g: Tensor, starts: Tensor | None, b: int) -> Tensor:
@@ -129,23 +129,27 @@ def broadcast(
     """
     leaves = call.leaves
     layout: Place
-    if call.name == "scaled_dot_product_attention":
-        shape: torch.Size | None = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+    shape: torch.Size | None
+    if call.name in COPIES:
+        with torch.no_grad():
+            shape = _broadcast([leaves[0].shape, call.run().shape])
+    elif call.name == "scaled_dot_product_attention":
+        shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
     else:
         shape = _broadcast([t.shape for t in leaves if isinstance(t, Tensor)])
     if shape is None:
         return None
     if row is None:
-        whole = [packed.alone(leaves[i], leaf) for i in call.others if leaves[i].shape == shape]
+        whole = [packed.alone(leaves[i], leaf) for i in call.data_at if leaves[i].shape == shape]
         layout = whole[0] or UNKNOWN if whole else UNKNOWN
-    elif row.chosen and not compiling():
-        owner_N = packed.owners_to_save(leaves[call.others[0]], leaf, row)
+    elif row.chosen and call.data_at and not compiling():
+        owner_N = packed.owners_to_save(leaves[call.data_at[0]], leaf, row)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":
-        layout = places[call.others[0]]
+        layout = places[call.data_at[0]]
     else:
         layout = row.result(0)
-    values = [leaves[i] for i in call.own]
+    values = [leaves[i] for i in call.parameters_at]
     if isinstance(layout, Chosen):
         if len(shape) < 2 or shape[0] != len(layout.owner_N):
             return None
@@ -156,16 +160,16 @@ def broadcast(
             return None
     elif not leaf.fits(layout, shape):
         return None
-    if call.name in IN_PLACE and 0 in call.own:
+    if call.name in IN_PLACE and 0 in call.parameters_at:
         return None
     # A 0-d tensor does not change the dtype of a result, and its broadcast copy would.
-    others = [leaves[i].dtype for i in call.others]
+    others = [leaves[i].dtype for i in call.data_at]
     if any(t.ndim == 0 and any(t.dtype != other for other in others) for t in values):
         return None
     if leaf.norms_alone and not alone and not all(_is_added_up_alike(call, t) for t in values):
         return None
-    found = [spread_out(t, shape, layout, alone) for t in values]
-    return None if any(t is None for t in found) else [t for t in found if t is not None]
+    spreads = [spread_out(t, shape, layout, alone) for t in values]
+    return None if any(t is None for t in spreads) else [t for t in spreads if t is not None]
 
 
 def _is_added_up_alike(call: Call, t: Tensor) -> bool:
@@ -182,14 +186,14 @@ def _is_added_up_alike(call: Call, t: Tensor) -> bool:
 
 def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
     """``torch.broadcast_shapes(*shapes)``, which takes 15 µs; None if they do not fit."""
-    found: list[int] = []
+    sizes: list[int] = []
     for d in range(max(map(len, shapes))):
-        own = [shape[-1 - d] for shape in shapes if len(shape) > d]
-        size = next((n for n in own if n != 1), 1)
-        if any(n != size and n != 1 for n in own):
+        sizes_d = [shape[-1 - d] for shape in shapes if len(shape) > d]
+        size = next((n for n in sizes_d if n != 1), 1)
+        if any(n != size and n != 1 for n in sizes_d):
             return None
-        found.append(size)
-    return torch.Size(found[::-1])
+        sizes.append(size)
+    return torch.Size(sizes[::-1])
 
 
 def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
@@ -197,7 +201,7 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     None where their samples are not known.
     """
     x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
-    if compiling() or leaf.starts is not None or call.own != [last]:
+    if compiling() or leaf.starts is not None or call.parameters_at != [last]:
         return None
     if not isinstance(layout, Layout) or not leaf.fits(layout, x.shape):
         return None
@@ -225,18 +229,18 @@ def spread_out(
     first = isinstance(layout, Layout) and layout.is_first
     if expression.kind == ROWS and first and (y := _as_rows(e, shape)) is not None:
         return y
-    each = 1
+    rows_per_token = 1
     if leaf.starts is not None and isinstance(layout, Layout):
         rows = layout.samples_first(torch.empty(shape, device="meta"), leaf.rows or 1).shape
         inner = next((k for k, size in enumerate(wide) if size != 1), len(wide)) - len(wide)
-        each = packed.rows_of_token(rows[: len(rows) + inner], leaf)
-        if not each:
+        rows_per_token = packed.rows_of_token(rows[: len(rows) + inner], leaf)
+        if not rows_per_token:
             return None
     if compiling() and expression.kind != SAME:
         return None
     if not compiling():
         expression.note_use()
-    plan = plan_for([expression], [e], FIRST, each=each, joins=False)
+    plan = plan_for([expression], [e], FIRST, rows_per_token=rows_per_token, joins=False)
     if isinstance(layout, Chosen):
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression

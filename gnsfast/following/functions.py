@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.leaf import compiling, expression_of
 from gnsfast.tensors import writes
+from gnsfast.torch_internals import pytree
 
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
@@ -37,10 +37,10 @@ ELEMENTWISE = frozenset(
     for kind in ("", "r", "i")
 ) | frozenset(
     "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
-    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as "
-    "broadcast_tensors".split()
+    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand expand_as repeat "
+    "broadcast_to broadcast_tensors".split()
 )
-"""Functions that broadcast their arguments against each other."""
+"""Functions that broadcast their arguments against each other, or to a shape."""
 
 IN_PLACE = frozenset(filter(writes, ELEMENTWISE))
 """Those of them that write to their first argument. (Dynamo can only look a name up.)"""
@@ -99,8 +99,8 @@ _NO_SUBCLASS = dict.fromkeys(("has_torch_function", "has_torch_function_unary"),
 
 def _opened(f: Any) -> Any:
     """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
-    own = {**f.__globals__, **_NO_SUBCLASS}
-    opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
+    names = {**f.__globals__, **_NO_SUBCLASS}
+    opened = types.FunctionType(f.__code__, names, f.__name__, f.__defaults__, f.__closure__)
     opened.__kwdefaults__ = f.__kwdefaults__
     return opened
 
@@ -112,8 +112,8 @@ _ASKED = {*_attend.__code__.co_names} - {*_NO_SUBCLASS}
 
 def renew_attention() -> None:
     """Let attention see the functions that others have put into ``torch.nn.functional``."""
-    own = vars(F)
-    _attend.__globals__.update((name, own[name]) for name in _ASKED if name in own)
+    functions = vars(F)
+    _attend.__globals__.update((name, functions[name]) for name in _ASKED if name in functions)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -165,19 +165,21 @@ class Call:
             self.leaves, spec = [*args], None
         self.function = Flattened(_set_item if self.name == "__setitem__" else func, spec)
         self.constants = self.leaves
-        self.own, self.expressions = [], []
+        self.parameters_at, self.expressions = [], []
         for i, t in enumerate(self.leaves):
             e = expression_of(t) if isinstance(t, Tensor) else None
             if e is not None and t.requires_grad:
-                self.own.append(i)
+                self.parameters_at.append(i)
                 self.expressions.append(e)
-        self.others = [
-            i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and i not in self.own
+        self.data_at = [
+            i
+            for i, t in enumerate(self.leaves)
+            if isinstance(t, Tensor) and i not in self.parameters_at
         ]
 
     def keep_first(self) -> None:
         """Keep the first argument, a constant that the function will write to, for later runs."""
-        if 0 not in self.own:
+        if 0 not in self.parameters_at:
             self.constants = [self.leaves[0].detach().clone(), *self.leaves[1:]]
 
     def run(self) -> Any:
@@ -205,8 +207,8 @@ class Call:
             ):
                 if state is not None:
                     torch.set_rng_state(state)
-                for own in states:
-                    torch.cuda.set_rng_state(*own)
+                for cuda_state in states:
+                    torch.cuda.set_rng_state(*cuda_state)
                 yield
 
         return now
@@ -236,40 +238,6 @@ def numbered(args: Any) -> Any:
     if alone and not index.is_floating_point() and index.dtype != torch.bool:
         return t, int(index)
     return args
-
-
-def is_transformed() -> bool:
-    """Whether a function runs inside of ``torch.func.vmap`` or its likes."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-class Copied(NamedTuple):
-    """How a parameter is repeated for each sample: along dimension ``dim`` of the result, which
-    holds ``each`` rows of it for a sample. ``less`` are the other numbers of ``repeat``.
-    """
-
-    dim: int
-    each: int
-    less: tuple[int, ...] | None
-
-
-def copied_along(name: str, arguments: list[Any], B: int, dim: int | None = None) -> Copied | None:
-    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does:
-    along dimension ``dim`` where that is known, else along the first that may be.
-    """
-    e, sizes = arguments[0], [n for n in arguments[1:] if isinstance(n, int)]
-    if name == "expand_as":
-        sizes = list(arguments[1].shape)
-    new = len(sizes) - e.ndim
-    for d, n in enumerate(sizes):
-        if dim is not None and d != dim:
-            continue
-        each = 1 if d < new else e.shape[d - new]
-        if n == B and (B > 1 or dim is not None) and (each == 1 or name == "repeat"):
-            own = (*sizes[:d], 1, *sizes[d + 1 :])
-            needed = name == "repeat" and any(k != 1 for k in own)
-            return Copied(d, each, own if needed else None)
-    return None
 
 
 def chance_of(leaves: list[Any]) -> list[Any]:

@@ -23,7 +23,9 @@ from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
 from gnsfast.following.packed import rows_at
 from gnsfast.following.uses import again, bare, begin, in_rows
-from gnsfast.functional import any_autocast, autocast_dtype
+from gnsfast.functional import autocast_dtype
+from gnsfast.torch_internals import any_autocast
+from gnsfast.torch_internals import grouped_mm as torch_grouped_mm
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -72,10 +74,10 @@ def _linear(
     moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
     if moved:
         x, plan = use.data(x).movedim(moved, 0), plan._replace(batch_dim=0)
-    own = bare(weight), bare(bias), probe, plan, () if use.is_sorted else _links(weight)
+    operands = bare(weight), bare(bias), probe, plan, () if use.is_sorted else _links(weight)
     if moved:
-        return functional.linear(x, *own).movedim(0, moved).contiguous()
-    return use.run(lambda x: functional.linear(x, *own), x)
+        return functional.linear(x, *operands).movedim(0, moved).contiguous()
+    return use.run(lambda x: functional.linear(x, *operands), x)
 
 
 def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
@@ -122,8 +124,8 @@ def _links(weight: Any) -> tuple[functional.Link, ...]:
     leaf = expression.leaves[0]
     if not leaf.is_tied or weight is not leaf.current or again():
         return ()
-    leaf.found.is_taken = True
-    return leaf.found.links
+    leaf.this_pass.is_taken = True
+    return leaf.this_pass.links
 
 
 def embedding(
@@ -145,16 +147,16 @@ def embedding(
     if not plan.norms_alone:  # else torch does it
         _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current and not again()
-    if tied and leaf.found.is_taken and compiling():
+    if tied and leaf.this_pass.is_taken and compiling():
         return NotImplemented
-    links = leaf.found.links if tied else ()
+    links = leaf.this_pass.links if tied else ()
 
     def looked_up(ids: Tensor) -> Tensor:
         y, link = functional.embedding(
             ids, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
         )
         if link is not None:
-            leaf.found.links = (*leaf.found.links, link)
+            leaf.this_pass.links = (*leaf.this_pass.links, link)
         return y
 
     return use.run(looked_up, input)
@@ -183,8 +185,8 @@ def layer_norm(
     use = begin("layer_norm", input, (weight, bias), takes, features=len(shape))
     if use is None:
         return NotImplemented
-    own = bare(weight), bare(bias), use.probe, use.plan
-    return use.run(lambda x: functional.layer_norm(x, shape, *own, eps=eps), input)
+    operands = bare(weight), bare(bias), use.probe, use.plan
+    return use.run(lambda x: functional.layer_norm(x, shape, *operands, eps=eps), input)
 
 
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
@@ -194,8 +196,8 @@ def rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any 
     use = begin("rms_norm", input, (weight,), takes, features=features)
     if use is None:
         return NotImplemented
-    own = bare(weight), use.probe, use.plan
-    return use.run(lambda x: functional.rms_norm(x, *own, eps=eps), input)
+    operands = bare(weight), use.probe, use.plan
+    return use.run(lambda x: functional.rms_norm(x, *operands, eps=eps), input)
 
 
 def conv(
@@ -218,8 +220,8 @@ def conv(
         return NotImplemented
 
     def wide(value: Any) -> tuple[int, ...]:
-        own = (value,) if isinstance(value, int) else tuple(value)
-        return own * dims if len(own) == 1 else own
+        sizes = (value,) if isinstance(value, int) else tuple(value)
+        return sizes * dims if len(sizes) == 1 else sizes
 
     return functional.conv(
         use.data(input),
@@ -265,8 +267,8 @@ def _channels(
     x, plan = use.data(x), use.plan
     fixed = (t if t is None else t.detach() for t in (weight, bias))
     y = plan.output(x, x.shape, lambda: norm(*fixed))
-    own = bare(weight), bare(bias), use.probe, plan
-    return functional.channel_norm(y, x, *own, normalised=normalised)
+    operands = bare(weight), bare(bias), use.probe, plan
+    return functional.channel_norm(y, x, *operands, normalised=normalised)
 
 
 def group_norm(
@@ -338,8 +340,8 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> A
     use = begin("bilinear", input1, (weight, bias))
     if use is None:
         return NotImplemented
-    own = bare(weight), bare(bias), use.probe, use.plan
-    return functional.bilinear(use.data(input1), use.data(input2), *own)
+    operands = bare(weight), bare(bias), use.probe, use.plan
+    return functional.bilinear(use.data(input1), use.data(input2), *operands)
 
 
 def embedding_bag(
@@ -389,12 +391,14 @@ def cross_entropy(
     use = begin("linear_cross_entropy", x, (weight, bias), takes)
     if use is None:
         return NotImplemented
-    own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
+    options_of: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
     if isinstance(use.layout, Chosen):  # of which links and padded labels are not served
         labels = labels[use.layout.order_N]
     else:
-        own["links"] = _links(weight)
-    return use.run(lambda x: functional.linear_cross_entropy(x, bare(weight), labels, **own), x)
+        options_of["links"] = _links(weight)
+    return use.run(
+        lambda x: functional.linear_cross_entropy(x, bare(weight), labels, **options_of), x
+    )
 
 
 def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bool:
@@ -403,9 +407,9 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bo
     dimension, which must not hold the samples.
     """
     if isinstance(layout, Chosen):
-        return not (shift or leaf.found.uses or leaf.is_tied)
+        return not (shift or leaf.this_pass.uses or leaf.is_tied)
     in_order = layout.dim == 0 and not layout.interleaved
-    is_plain = leaf.starts is None or not (leaf.found.links or leaf.found.uses)
+    is_plain = leaf.starts is None or not (leaf.this_pass.links or leaf.this_pass.uses)
     needs_order = shift or leaf.starts is not None
     return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)
 
@@ -448,7 +452,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.addmm: addmm,
     **dict.fromkeys(PRODUCTS, product),
-    torch._grouped_mm: grouped_mm,
+    torch_grouped_mm: grouped_mm,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,

@@ -46,8 +46,8 @@ class Layout(NamedTuple):
         d, n = self.dim, t.shape[self.dim]
         if n == B:
             return t.movedim(d, 0) if d else t
-        parts, own = ((n // B, B), d + 1) if self.interleaved else ((B, n // B), d)
-        first: Tensor = torch.unflatten(t, d, parts).movedim(own, 0)
+        parts, dim = ((n // B, B), d + 1) if self.interleaved else ((B, n // B), d)
+        first: Tensor = torch.unflatten(t, d, parts).movedim(dim, 0)
         return first
 
     def owners(self, shape: torch.Size, B: int, device: torch.device) -> Tensor:
@@ -59,11 +59,11 @@ class Layout(NamedTuple):
 
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's part of ``t``, with as many dimensions."""
-        each = t.shape[self.dim] // B
+        rows = t.shape[self.dim] // B
         if self.interleaved:
-            rows: Tensor = torch.unflatten(t, self.dim, (each, B))
-            return rows.select(self.dim + 1, b)
-        return t.narrow(self.dim, b * each, each)
+            apart: Tensor = torch.unflatten(t, self.dim, (rows, B))
+            return apart.select(self.dim + 1, b)
+        return t.narrow(self.dim, b * rows, rows)
 
     def alone(self, t: Tensor, b: int, B: int) -> Tensor:
         """``t`` with zeros in the place of all samples but b."""

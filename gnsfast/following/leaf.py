@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
 from gnsfast.functional import Groups, Link
+from gnsfast.torch_internals import in_backward, pytree, unfollowed
 
 compiling = torch.compiler.is_dynamo_compiling
-unfollowed = torch._C.DisableTorchFunctionSubclass
 
 
 class Row(NamedTuple):
@@ -78,7 +77,7 @@ def nobody() -> None:
 
 
 @dataclass(slots=True)
-class Found:
+class LeafPass:
     """What the open block has found about a parameter.
 
     ``failed`` says why its norms would be wrong, ``joined`` that they are those of a sum over
@@ -105,8 +104,8 @@ class Found:
 
 
 class Leaf:
-    """A trainable parameter: its probes, and what the table says of it. ``found`` is that of the
-    open block alone.
+    """A trainable parameter: its probes, and what the table says of it. ``this_pass`` tells of
+    the open block's last one.
 
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
     itself. ``batches`` are for each batch of the table the calls that take it, in their order, and
@@ -174,7 +173,7 @@ class Leaf:
 
     def open(self) -> None:
         """Forget the block before."""
-        self.found = Found()
+        self.this_pass = LeafPass()
         if self.is_sharded:  # FSDP2 frees it between passes
             self.twin = self.whole.twin = None
 
@@ -197,7 +196,7 @@ class Leaf:
     @property
     def expected(self) -> int:
         """How many uses a pass has, each of which counts once in backward."""
-        return self.found.uses or self.known_uses
+        return self.this_pass.uses or self.known_uses
 
     def row(self, name: str, fits: "Callable[[Row], bool]") -> Row | None:
         """The row of the next function that takes this parameter, which ``fits`` its tensors. None
@@ -205,12 +204,12 @@ class Leaf:
         """
         if compiling():  # a counter would need a graph for each of its values
             return self.by_name.get(name, Row(name)) if self.is_learned else None
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs it again
-            number = self.found.functions_in_backward
-            self.found.functions_in_backward = number + 1
+        if in_backward():  # a checkpoint runs it again
+            number = self.this_pass.functions_in_backward
+            self.this_pass.functions_in_backward = number + 1
         else:
-            number = self.found.functions
-            self.found.functions = number + 1
+            number = self.this_pass.functions
+            self.this_pass.functions = number + 1
         if not self.is_learned:
             return None
         known = [rows[number % len(rows)] for rows in self.batches if rows]
@@ -222,17 +221,17 @@ class Leaf:
 
     def uncount(self) -> None:
         """Let ``row`` be asked for the same function once more."""
-        if torch._C._current_graph_task_id() != -1:
-            self.found.functions_in_backward -= 1
+        if in_backward():
+            self.this_pass.functions_in_backward -= 1
         else:
-            self.found.functions -= 1
+            self.this_pass.functions -= 1
 
     @property
     def is_unordered(self) -> bool:
         """Whether the pass had another number of calls than the table, some of which only their
         order tells from others.
         """
-        number = self.found.functions
+        number = self.this_pass.functions
         return self.is_ordered and all(number % max(len(rows), 1) for rows in self.batches)
 
     @property
@@ -248,12 +247,12 @@ class Leaf:
     @property
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
-        reached = self.found.parts or self.probe.grad is not None or self.pair.grad is not None
-        return bool(reached) and torch._C._current_graph_task_id() == -1
+        reached = self.this_pass.parts or self.probe.grad is not None or self.pair.grad is not None
+        return bool(reached) and not in_backward()
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
-        self.found.failed = self.found.failed or why
+        self.this_pass.failed = self.this_pass.failed or why
 
 
 NO_ROWS = frozenset[int]()
@@ -333,14 +332,14 @@ class Expression:
             return
         span = LINK if self.is_linked(name) else self.span
         for leaf in self.leaves:
-            found = leaf.found
-            if found.uses:
+            this_pass = leaf.this_pass
+            if this_pass.uses:
                 if leaf.is_over:
                     leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
-                found.joined |= span is None or not all(map(span.is_apart, found.spans))
-            found.joined |= self.kind != SAME
-            found.uses += 1
-            found.spans.append(span)
+                this_pass.joined |= span is None or not all(map(span.is_apart, this_pass.spans))
+            this_pass.joined |= self.kind != SAME
+            this_pass.uses += 1
+            this_pass.spans.append(span)
 
     def fail(self, why: str) -> None:
         """Note that the norms of all its leaves would be wrong in this pass."""
@@ -353,8 +352,8 @@ class Expression:
         if not leaf.is_tied or not self.is_whole:
             return False
         if name == "embedding":
-            return not leaf.found.is_taken or torch._C._current_graph_task_id() != -1
-        return name in HEADS and bool(leaf.found.links) and not leaf.found.is_taken
+            return not leaf.this_pass.is_taken or in_backward()
+        return name in HEADS and bool(leaf.this_pass.links) and not leaf.this_pass.is_taken
 
     @property
     def is_compiled(self) -> bool:
@@ -364,7 +363,7 @@ class Expression:
     @property
     def is_joined(self) -> bool:
         """Whether the rows of one use are not yet those of the parameter."""
-        return self.kind != SAME or self.leaves[0].found.joined
+        return self.kind != SAME or self.leaves[0].this_pass.joined
 
     @property
     def is_parted(self) -> bool:

@@ -13,6 +13,7 @@ from gnsfast.following.leaf import Facts, Leaf, Row, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
+from gnsfast.torch_internals import gathered_parameters
 
 
 class Followed:
@@ -119,8 +120,8 @@ class Followed:
     def close(self) -> None:
         """Make the model what it was."""
         self.watcher = nobody
-        for own in self._gathered:
-            own.remove()
+        for gathered in self._gathered:
+            gathered.remove()
         self._gathered.clear()
         for leaf in self.leaves:
             detach(leaf.parameter)
@@ -129,9 +130,9 @@ class Followed:
                 leaf.current = leaf.parameter
             if leaf.made:
                 release(leaf)
-            leaf.found.links = ()
+            leaf.this_pass.links = ()
             leaf.twin = leaf.whole.twin = None
-            leaf.found.parts.clear()
+            leaf.this_pass.parts.clear()
         self.is_open = False
 
 
@@ -144,18 +145,20 @@ class _Gathered:
     a method that was registered as one.
     """
 
-    def __init__(self, own: Any, leaf: Leaf, structure: Structure) -> None:
-        gathers, self._own = own.to_unsharded, own
+    def __init__(self, record: Any, leaf: Leaf, structure: Structure) -> None:
+        gathers, self._record = record.to_unsharded, record
 
         def to_unsharded() -> None:
             gathers()
             if not structure.is_bare:
-                attach(leaf, own._unsharded_param)
+                attach(leaf, gathered_parameters(record)[0])
 
-        own.to_unsharded = to_unsharded
-        if hasattr(own, "_unsharded_param"):  # it may be in its module already
-            attach(leaf, own._unsharded_param)
+        record.to_unsharded = to_unsharded
+        if (
+            gathered := gathered_parameters(record)[0]
+        ) is not None:  # perhaps in its module already
+            attach(leaf, gathered)
 
     def remove(self) -> None:
         """Leave FSDP2's record as it was."""
-        del self._own.to_unsharded
+        del self._record.to_unsharded

@@ -19,19 +19,19 @@ def set_excluded(model: nn.Module, patterns: Iterable[str]) -> None:
         raise ValueError(f"exclude must be a list of patterns: exclude=[{patterns!r}]")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
-    found: set[int] = set()
+    excluded: set[int] = set()
     for pattern in patterns:
-        own = {id(p) for name, p in parameters.items() if fnmatchcase(name, pattern)}
+        matching = {id(p) for name, p in parameters.items() if fnmatchcase(name, pattern)}
         for name, module in modules.items():
             if fnmatchcase(name, pattern):
-                own |= {id(p) for p in module.parameters()}
-        if not own:
+                matching |= {id(p) for p in module.parameters()}
+        if not matching:
             raise ValueError(
                 f"exclude: {pattern!r} matches no parameter and no module with parameters. The "
                 f"modules are {_some(modules)}"
             )
-        found |= own
-    names = frozenset(name for name, p in parameters.items() if id(p) in found)
+        excluded |= matching
+    names = frozenset(name for name, p in parameters.items() if id(p) in excluded)
     vars(model)["_gnsfast_excluded"] = names
 
 

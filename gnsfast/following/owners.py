@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.following.checkpoints import saves_nothing
+from gnsfast.torch_internals import result_of, saved
 
 
 class Owners(NamedTuple):
-    """The sample of each row that was chosen from a tensor in which a sample has ``each`` rows.
-    Zero stands for rows that the data have chosen in a way that is not followed.
+    """The sample of each row that was chosen from a tensor in which a sample has
+    ``per_sample`` rows. Zero stands for rows that the data have chosen in a way that is not
+    followed.
     """
 
     owner_N: Tensor
-    each: int
+    per_sample: int
 
 
 def owners_of(x: Tensor, B: int) -> Owners | None:
@@ -30,8 +32,8 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
         return None
     if not index.rows or index.rows % B or index.is_behind_another(B):
         return Owners(index.at_n, 0)
-    each = index.rows // B
-    return Owners(index.at_n // each, each)
+    per_sample = index.rows // B
+    return Owners(index.at_n // per_sample, per_sample)
 
 
 class _Index(NamedTuple):
@@ -72,21 +74,25 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
         if not keeps or _is_made(node) or node.name() in MOVES:
             continue
         name, behind = node.name(), node.next_functions
-        if name == "StackBackward0" and node._saved_dim == 0:  # each argument is one of the rows
-            continue
-        if name == "SplitWithSizesBackward0" and node._saved_dim == 0:  # rows of one expert of all
-            start = (start or 0) + sum(node._saved_split_sizes[:number])
-        if name == "SliceBackward0" and node._saved_dim == 0 and node._saved_step == 1:
-            begin, rows = node._saved_start, node._saved_self_sym_sizes[0]
+        if name == "StackBackward0" and saved(node, "dim") == 0:
+            continue  # each argument is one of the rows
+        if (
+            name == "SplitWithSizesBackward0" and saved(node, "dim") == 0
+        ):  # rows of one expert of all
+            start = (start or 0) + sum(saved(node, "split_sizes")[:number])
+        if name == "SliceBackward0" and saved(node, "dim") == 0 and saved(node, "step") == 1:
+            begin, rows = saved(node, "start"), saved(node, "self_sym_sizes")[0]
             start = (start or 0) + (begin if begin < 2**63 else begin + rows - 2**64)
-        if name in ("SelectBackward0", "UnbindBackward0") and node._saved_dim == 0:  # of one sample
+        if (
+            name in ("SelectBackward0", "UnbindBackward0") and saved(node, "dim") == 0
+        ):  # of one sample
             size = _size_of(*behind[0])
-            at, rows = number if name == "UnbindBackward0" else node._saved_index, size[0]
+            at, rows = number if name == "UnbindBackward0" else saved(node, "index"), size[0]
             if rows and rows % B == 0 and _holds(size[1:-1].numel(), n, start):
                 at = (at + rows) % 2**64 if at >= rows else at  # -1 has no sign there
-                at_n = torch.full((n,), at, device=node._input_metadata[0].device)
+                at_n = torch.full((n,), at, device=result_of(node, 0).device)
                 return _Index(at_n, behind[0][0], behind[0][1], rows)
-        if name == "IndexBackward0" or (name in ALONG and node._saved_dim == 0):
+        if name == "IndexBackward0" or (name in ALONG and saved(node, "dim") == 0):
             size = _size_of(*behind[0])
             index, skipped = _saved_index(node)
             is_first, size = size[:skipped].numel() == 1, size[skipped:]
@@ -107,13 +113,13 @@ def _saved_index(node: Any) -> tuple[Tensor | None, int]:
     columns have other rows.
     """
     if node.name() != "IndexBackward0":
-        index = node._saved_index
+        index = saved(node, "index")
         if node.name() == "GatherBackward0":
             if any(index.stride()[1:]):
                 return None, 0
             index = index.as_strided(index.shape[:1], index.stride()[:1])
         return index, 0
-    return next((i, k) for k, i in enumerate(node._saved_indices) if i is not None)
+    return next((i, k) for k, i in enumerate(saved(node, "indices")) if i is not None)
 
 
 def _holds(rows: int, n: int, start: int | None) -> bool:
@@ -123,7 +129,7 @@ def _holds(rows: int, n: int, start: int | None) -> bool:
 
 def _size_of(node: Any, number: int) -> torch.Size:
     """The shape of result ``number`` of a node."""
-    return torch.Size(node._input_metadata[number].shape)
+    return torch.Size(result_of(node, number).shape)
 
 
 BEHIND = "gnsfast: rows behind an index"

@@ -11,6 +11,7 @@ from gnsfast.following.checkpoints import recomputing, saves_nothing
 from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.owners import owners_of
+from gnsfast.torch_internals import dispatch_modes
 
 
 def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -61,11 +62,11 @@ def owners(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     if leaf.starts is None and leaf.samples == 1:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     chosen = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
-    if chosen is None or not chosen.each:
+    if chosen is None or not chosen.per_sample:
         return None
     if leaf.starts is not None:
         return torch.bucketize(chosen.owner_N, leaf.starts[1:], right=True)
-    known = any(leaf.lengths.allows(k, chosen.each) for k in row.chosen)
+    known = any(leaf.lengths.allows(k, chosen.per_sample) for k in row.chosen)
     return chosen.owner_N if known else None
 
 
@@ -73,7 +74,7 @@ def owners_to_save(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     """The same for a function that saves them for backward. There those that a checkpoint finds
     when it runs again take the place of these.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return None  # a selective checkpoint keeps results of forward, whose rows lie otherwise
     owner_N = None if saves_nothing() else owners(x, leaf, row)
     if owner_N is None and (saves_nothing() or recomputing()):

@@ -38,36 +38,36 @@ class Rows(Mapping[Leaf, Tensor]):
         self.tensors: list[Tensor] = []
         self._sharing: list[tuple[Leaf, ...]] = []
         for leaf in leaves:  # the longest loop of a pass
-            if (own := leaf.probe.grad) is not None:
-                self.tensors.append(own)
+            if (rows := leaf.probe.grad) is not None:
+                self.tensors.append(rows)
                 self._sharing.append((leaf,))
-            if leaf.next is not None and (own := leaf.pair.grad) is not None:
-                self.tensors.append(own)
+            if leaf.next is not None and (rows := leaf.pair.grad) is not None:
+                self.tensors.append(rows)
                 self._sharing.append((leaf, leaf.next))
         self.leaves = [*chain(*self._sharing)]
 
     @functools.cached_property
-    def _each(self) -> dict[Leaf, Tensor]:
-        found: dict[Leaf, Tensor] = {}
+    def _rows_of(self) -> dict[Leaf, Tensor]:
+        rows_of: dict[Leaf, Tensor] = {}
         for rows, leaves in zip(self.tensors, self._sharing):
             for k, leaf in enumerate(leaves):
-                own = rows[k :: len(leaves)]
-                found[leaf] = found[leaf] + own if leaf in found else own
-        return found
+                own_rows = rows[k :: len(leaves)]
+                rows_of[leaf] = rows_of[leaf] + own_rows if leaf in rows_of else own_rows
+        return rows_of
 
     def __getitem__(self, leaf: Leaf) -> Tensor:
-        return self._each[leaf]
+        return self._rows_of[leaf]
 
     def __setitem__(self, leaf: Leaf, rows: Tensor) -> None:
-        found = self._each
-        found[leaf] = rows
-        self.leaves, self.tensors = [*found], [*found.values()]
+        rows_of = self._rows_of
+        rows_of[leaf] = rows
+        self.leaves, self.tensors = [*rows_of], [*rows_of.values()]
 
     def __iter__(self) -> Iterator[Leaf]:
-        return iter(self._each)
+        return iter(self._rows_of)
 
     def __len__(self) -> int:
-        return len(self._each)
+        return len(self._rows_of)
 
 
 class Passes:
@@ -122,19 +122,19 @@ class Passes:
         key = samples, groups
         if samples == self.asked.samples:
             self._key = key
-        made = self._probes.pop(key, None)
-        if made is None:
+        probes = self._probes.pop(key, None)
+        if probes is None:
             if len(self._probes) >= KEPT:
                 unused = next(iter(self._probes))
                 self._watched.discard(unused)
                 del self._probes[unused]
-            made = []
+            probes = []
             for leaf in self.leaves:
                 zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
-                own, pair = (zero.expand(n, samples + 2 + groups) for n in (1, 2))
-                made.append((own.requires_grad_(), pair.requires_grad_()))
-        self._probes[key] = made  # the newest: those of the open block stay
-        return made
+                probe, pair = (zero.expand(n, samples + 2 + groups) for n in (1, 2))
+                probes.append((probe.requires_grad_(), pair.requires_grad_()))
+        self._probes[key] = probes  # the newest: those of the open block stay
+        return probes
 
     def watch(self, watcher: Any) -> None:
         """Call ``watcher.arrives()`` whenever backward reaches a probe of the open pass, or nobody
@@ -144,9 +144,9 @@ class Passes:
         if watcher is None or self._key in self._watched:
             return
         self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
-        own = weakref.ref(self)  # Python cannot see that C++ holds it
+        reference = weakref.ref(self)  # Python cannot see that C++ holds it
         for probe in self.probes:
-            probe.register_post_accumulate_grad_hook(partial(_arrived, own))
+            probe.register_post_accumulate_grad_hook(partial(_arrived, reference))
 
     @property
     def probes(self) -> list[Tensor]:
@@ -167,22 +167,22 @@ class Passes:
         """The rows that a pass has left: one of the user, or for ``leaves`` one of our own."""
         is_own = leaves is not None
         leaves = self.leaves if leaves is None else leaves
-        found = Rows(leaves)
-        if any([leaf.found.parts for leaf in leaves]):
+        rows_of = Rows(leaves)
+        if any([leaf.this_pass.parts for leaf in leaves]):
             B = leaves[0].samples
             with torch.no_grad():
                 for leaf, rows in settle(list(leaves), B).items():
-                    if leaf in found:  # of uses that were not joined, if it is not zeros
-                        rows[:, B + 1].masked_fill_(found[leaf][:, B + 1] != 0, torch.inf)
-                    found[leaf] = rows
+                    if leaf in rows_of:  # of uses that were not joined, if it is not zeros
+                        rows[:, B + 1].masked_fill_(rows_of[leaf][:, B + 1] != 0, torch.inf)
+                    rows_of[leaf] = rows
                 for leaf in leaves:
-                    leaf.found.parts.clear()
+                    leaf.this_pass.parts.clear()
         for leaf in [leaf for leaf in leaves if leaf.is_lost_in_graphs]:
-            if leaf in found and not leaf.found.uses:
+            if leaf in rows_of and not leaf.this_pass.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
         if not is_own:
-            self.last, self.reached = found, found.leaves
-        return found
+            self.last, self.reached = rows_of, rows_of.leaves
+        return rows_of
 
 
 KEPT = 8
@@ -227,6 +227,6 @@ def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
 
 
 def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:
-    own = passes()
-    if own is not None and (watcher := own._watcher()) is not None:
+    open_passes = passes()
+    if open_passes is not None and (watcher := open_passes._watcher()) is not None:
         watcher.arrives()

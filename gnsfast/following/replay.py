@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
@@ -16,6 +15,7 @@ from gnsfast.following.packed import alone
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
 from gnsfast.functional import backward_pass, passed_on
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import pytree
 
 
 class Replay:
@@ -24,7 +24,7 @@ class Replay:
     """
 
     def __init__(self, call: Call, places: dict[int, Place], samples: int) -> None:
-        self.name, self.function, self.own = call.name, call.function, call.own
+        self.name, self.function, self.parameters_at = call.name, call.function, call.parameters_at
         self.expressions, self.places, self.samples = call.expressions, places, samples
         self.leaves = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
         self.as_now = call.as_now(draws=True)
@@ -42,17 +42,17 @@ class Replay:
                 arguments[i], is_cut = place.of_sample(self.leaves[i], b, B), True
         if self.name in RECURRENT and not _has_states_of_each(arguments):
             raise RuntimeError("its states are of other sequences than its input")
-        ends = [self.leaves[i].detach().requires_grad_() for i in self.own]
-        for i, end in zip(self.own, ends):
+        ends = [self.leaves[i].detach().requires_grad_() for i in self.parameters_at]
+        for i, end in zip(self.parameters_at, ends):
             arguments[i] = end
         with self.as_now(), torch.enable_grad():
-            found = _with_gradient(self.function(arguments))
+            results = _with_gradient(self.function(arguments))
         pairs = [
             (y, place.of_sample(dy, b, B) if is_cut else place.alone(dy, b, B))
-            for y, dy, place in zip(found, dys, self.results)
+            for y, dy, place in zip(results, dys, self.results)
             if dy is not None
         ]
-        if len(found) != len(dys) or any(y.shape != dy.shape for y, dy in pairs):
+        if len(results) != len(dys) or any(y.shape != dy.shape for y, dy in pairs):
             raise RuntimeError("for a single sample its results have another shape")
         ys, own_dys = zip(*pairs)
         return torch.autograd.grad(ys, ends, own_dys, allow_unused=True)
@@ -67,7 +67,7 @@ class Replay:
             if b not in latest:
                 latest.clear()
                 latest[b] = self.gradients(b, dys)
-            g, like = latest[b][number], self.leaves[self.own[number]]
+            g, like = latest[b][number], self.leaves[self.parameters_at[number]]
             if g is None:
                 return torch.zeros_like(like)
             return g.to_dense() if g.is_sparse else g
@@ -82,9 +82,9 @@ class Replay:
         if alone:
             groups = self.expressions[0].leaves[0].facts.groups  # those of all leaves
             order = [*range(self.samples)] if groups is None else groups.order_B.tolist()
-            each = (tuple(gradient(number, b) for number in alone) for b in order)
-            likes = [self.leaves[self.own[number]] for number in alone]
-            for number, row in zip(alone, streamed(each, likes, order, groups)):
+            gradients = (tuple(gradient(number, b) for number in alone) for b in order)
+            likes = [self.leaves[self.parameters_at[number]] for number in alone]
+            for number, row in zip(alone, streamed(gradients, likes, order, groups)):
                 rows[number] = row
         return rows
 
@@ -128,9 +128,9 @@ class _Replayed(torch.autograd.Function):
 
 def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     """``results`` of a function, whose backward fills the ``probes`` of its expressions."""
-    found = _with_gradient(results)
-    passed = _Replayed.apply(replay, len(probes), *probes, *found)
-    new = dict(zip(map(id, found), passed))
+    results_with_grad = _with_gradient(results)
+    passed = _Replayed.apply(replay, len(probes), *probes, *results_with_grad)
+    new = dict(zip(map(id, results_with_grad), passed))
     return pytree.tree_map(lambda t: new.get(id(t), t), results)
 
 
@@ -150,23 +150,25 @@ def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) ->
     for expression in call.expressions:
         expression.note_use(call.name)
     data = [(place, leaves[i]) for i, place in places.items()]
-    made = [(place, t) for place, t in zip(results, flat) if t.requires_grad]
-    is_known = _is_empty(call, leaf) or all(_fits(place, t, leaf) for place, t in data + made)
+    results_with_grad = [(place, t) for place, t in zip(results, flat) if t.requires_grad]
+    is_known = _is_empty(call, leaf) or all(
+        _fits(place, t, leaf) for place, t in data + results_with_grad
+    )
     is_known &= not any(t is x for t in flat for x in leaves)
     if is_written or drew or leaf.starts is not None or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
         for expression in call.expressions:
             expression.fail(why)
         return out
-    again.results = [place for place, _ in made]  # type: ignore[misc]
+    again.results = [place for place, _ in results_with_grad]  # type: ignore[misc]
     return _replayed(again, out, [e.leaves[0].probe for e in call.expressions])
 
 
 def _results(
     call: Call, row: Row | None, places: dict[int, Place], flat: list[Tensor], leaf: Leaf
 ) -> list[Place]:
-    """Where the samples lie in the results. Of a recurrent layer ``places`` become the usual ones
-    where they are not known, and any where there is nothing to tell apart: all norms are zero.
+    """Where the samples lie in the results. The ``places`` of the arguments become any where there
+    is nothing to tell apart: all norms are zero.
     """
     if _is_empty(call, leaf):
         places.update(dict.fromkeys(places, FIRST))
@@ -174,12 +176,6 @@ def _results(
     results: list[Place] = [
         (alone(t, leaf) or UNKNOWN) if row is None else row.result(k) for k, t in enumerate(flat)
     ]
-    if call.name in RECURRENT:
-        first = call.leaves[-1] is True
-        usual: list[Place] = [Layout(0 if first else 1), *[Layout(1)] * len(call.others)]
-        for i, place in zip(call.others, usual):
-            places[i] = places[i] if isinstance(places[i], Layout) else place
-        results = [p if isinstance(p, Layout) else place for p, place in zip(results, usual)]
     return [place if isinstance(place, Layout) else UNKNOWN for place in results]
 
 
@@ -189,7 +185,7 @@ def _version(t: Any) -> int:
 
 def _is_empty(call: Call, leaf: Leaf) -> bool:
     """Whether there is nothing to tell apart."""
-    data = [call.leaves[i] for i in call.others]
+    data = [call.leaves[i] for i in call.data_at]
     return not leaf.samples or (bool(data) and not any(t.numel() for t in data))
 
 
@@ -209,7 +205,7 @@ SHOW = (
 
 def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew: bool) -> str:
     """Why the norms of a function would be wrong, whose results are ``flat``."""
-    name, data = call.name, [call.leaves[i] for i in call.others]
+    name, data = call.name, [call.leaves[i] for i in call.data_at]
     where = f"{[list(t.shape) for t in data]} -> {[list(t.shape) for t in flat]}"
     if is_written:
         return f"{name} writes to data"

@@ -21,6 +21,7 @@ from gnsfast.signatures import (
     NormBackward,
 )
 from gnsfast.tensors import accumulate_dtype
+from gnsfast.torch_internals import runs_in_this_pass
 
 AS_BIAS = False, True
 """A gradient of each sample is that of the bias of a linear layer."""
@@ -51,13 +52,13 @@ class Operands(NamedTuple):
         """Sample b's gradient of the expression: the operator's, for this sample alone."""
         a = self.a
         if isinstance(a, ConvWgrad):
-            each = len(a.x) // a.samples
-            x, dy = (t[b * each : (b + 1) * each] for t in (a.x, a.dy))
+            rows = len(a.x) // a.samples
+            x, dy = (t[b * rows : (b + 1) * rows] for t in (a.x, a.dy))
             a = a._replace(x=x, dy=dy, samples=1)
         else:
             fields = TOKENS[type(a)]
-            own = [t if t is None else self._of_sample(t, b) for t in a[:fields]]
-            a = type(a)(*own, *a[fields:])._replace(starts=None)
+            tensors = [t if t is None else self._of_sample(t, b) for t in a[:fields]]
+            a = type(a)(*tensors, *a[fields:])._replace(starts=None)
         if "dtype" in a._fields:
             a = a._replace(dtype=accumulate_dtype(a[0].dtype))
         kinds = RESULTS[NAMES[type(a)]]
@@ -88,9 +89,9 @@ Part = Operands | Dense
 def leave(expression: Expression, part: Part, use: object) -> None:
     """Leave a part of the norms of a joined parameter. ``use`` tells one use from all others."""
     leaf = expression.leaves[0]
-    if use in leaf.found.parts:
+    if use in leaf.this_pass.parts:
         expression.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
-    leaf.found.parts[use] = expression, part
+    leaf.this_pass.parts[use] = expression, part
 
 
 def is_wanted(expressions: Sequence[Expression]) -> bool:
@@ -101,7 +102,7 @@ def is_wanted(expressions: Sequence[Expression]) -> bool:
     probe = first.pair if more and first.next is more[0] else first.probe
     try:
         node = torch.autograd.graph.get_gradient_edge(probe).node
-        return torch._C._will_engine_execute_node(node)
+        return bool(runs_in_this_pass(node))
     except RuntimeError:  # ``autograd.grad`` of the probe itself, as in a proof
         return True
 
@@ -114,24 +115,24 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     """
     parts: dict[Leaf, list[tuple[Expression, Part]]] = {}
     for leaf in leaves:
-        for expression, part in leaf.found.parts.values():
-            for each in expression.leaves:
-                parts.setdefault(each, []).append((expression, part))
-    found: dict[Leaf, Tensor] = {}
-    for leaf, own in parts.items():
-        rows = _together(leaf, own)
+        for expression, part in leaf.this_pass.parts.values():
+            for taken in expression.leaves:
+                parts.setdefault(taken, []).append((expression, part))
+    rows_of: dict[Leaf, Tensor] = {}
+    for leaf, leaf_parts in parts.items():
+        rows = _together(leaf, leaf_parts)
         if rows is not None:
-            found[leaf] = rows
-    left = [leaf for leaf in parts if leaf not in found]
+            rows_of[leaf] = rows
+    left = [leaf for leaf in parts if leaf not in rows_of]
     uses = {id(part): (e, part) for leaf in left for e, part in parts[leaf]}
     try:
-        found |= _pulled_back(left, uses, B) if left else {}
+        rows_of |= _pulled_back(left, uses, B) if left else {}
     except RuntimeError as error:
         for leaf in left:
             leaf.fail(f"its samples' gradients cannot be pulled back to it: {first_line(error)}")
-    for leaf, rows in found.items():
+    for leaf, rows in rows_of.items():
         rows[:, B + 1] = len(parts[leaf])
-    return found
+    return rows_of
 
 
 def _together(leaf: Leaf, parts: list[tuple[Expression, Part]]) -> Tensor | None:
@@ -160,13 +161,13 @@ def _joined(uses: list[Operands]) -> Tensor | None:
     if any(_options(use.a, fields) != _options(a, fields) for use in uses):
         return None
     columns = [[use.a[k] for use in uses] for k in range(fields)]
-    own = [None if column[0] is None else torch.cat(column, 1) for column in columns]
-    a = type(a)(*own, *a[fields:])
+    tensors = [None if column[0] is None else torch.cat(column, 1) for column in columns]
+    a = type(a)(*tensors, *a[fields:])
     wanted: tuple[bool, ...] = (True,)
     if not isinstance(a, EmbeddingWgrad):
         a, wanted = a._replace(weight=weight, bias=not weight), (weight, not weight)
-    found = first.plan.run(first.operator, a, wanted)
-    return found[RESULTS[NAMES[type(a)]].index("rows")]
+    results = first.plan.run(first.operator, a, wanted)
+    return results[RESULTS[NAMES[type(a)]].index("rows")]
 
 
 TOKENS: dict[type, int] = {LinearWgrad: 2, EmbeddingWgrad: 2, NormBackward: 4}
@@ -222,24 +223,24 @@ def streamed(
     ``order``: those of a group of samples one after the other. None of them is kept.
     """
     totals = [t.new_zeros(t.numel(), dtype=accumulate_dtype(t.dtype)) for t in likes]
-    own: list[list[Tensor]] = [[] for _ in likes]
+    sqnorms: list[list[Tensor]] = [[] for _ in likes]
     of_groups: list[list[Tensor]] = [[] for _ in likes]
     samples = zip(order, gradients)
     for size in [len(order)] if groups is None else groups.sizes_G.tolist():
         sums = totals if groups is None else [*map(torch.zeros_like, totals)]
-        for _, found in islice(samples, size):
-            for total, each, g in zip(sums, own, found):
+        for _, grads in islice(samples, size):
+            for total, columns, g in zip(sums, sqnorms, grads):
                 g = g.to(total.dtype)
                 total += g.flatten()
-                each.append(reduced(g.reshape(1, 1, -1), Plan(), total.dtype)[1][:, :1])
+                columns.append(reduced(g.reshape(1, 1, -1), Plan(), total.dtype)[1][:, :1])
         if groups is not None:
             for total, part, columns in zip(totals, sums, of_groups):
                 total += part
                 columns.append(reduced(part[None, None], Plan(), total.dtype)[1][:, :1])
     rows = []
-    for total, each, columns in zip(totals, own, of_groups):
+    for total, columns, group_columns in zip(totals, sqnorms, of_groups):
         of_sum = reduced(total[None, None], Plan(), total.dtype)[1]
-        row = torch.cat([*each, of_sum[:, 1:], *columns], 1)
+        row = torch.cat([*columns, of_sum[:, 1:], *group_columns], 1)
         row[:, order] = row[:, : len(order)].clone()
         rows.append(row)
     return rows

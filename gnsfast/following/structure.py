@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
@@ -18,7 +16,14 @@ from gnsfast.following.layouts import Lengths
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import held_by, kept_chance, kept_grads, kept_state
-from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
+from gnsfast.parallel import parameters_at_rest, sharding_groups, shared
+from gnsfast.torch_internals import (
+    BatchNorm,
+    fresh_parametrizations,
+    is_fully_sharded,
+    parameter_groups,
+    pytree,
+)
 
 
 class Structure:
@@ -27,7 +32,7 @@ class Structure:
     ``groups`` are the groups of processes that split them, so that a forward pass needs all of
     them. ``is_gathered``: FSDP2 gathers some.
     ``lengths`` say how much longer samples are than those of the table's batch. ``is_bare``: the
-    model runs without being followed. ``given`` are the arguments of the batch that is learnt from.
+    model runs without being followed. ``arguments`` are those of the batch that is learnt from.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,15 +55,14 @@ class Structure:
         holders_of = Counter(of[id(p)] for _, p in every if id(p) in of)
         for leaf, holders in holders_of.items():
             leaf.is_shared = holders > 1
-        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
-        kinds = nn.modules.batchnorm._BatchNorm
-        norms = ((n, m) for n, m in model.named_modules() if isinstance(m, kinds))
+        norms = ((n, m) for n, m in model.named_modules() if isinstance(m, BatchNorm))
         self._batch_norms = [(n, weakref.ref(m)) for n, m in norms]
-        self.is_gathered = any(hasattr(m, "_get_fsdp_state") for m in model.modules())
+        self.is_gathered = any(map(is_fully_sharded, model.modules()))
         self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self.is_bare = False
-        self.given: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()
 
     @property
     def model(self) -> nn.Module:
@@ -80,7 +84,7 @@ class Structure:
         """Whether the model has the same parameters, of which the same are trained."""
         if self._version != _registrations[0]:
             model = self.model
-            now = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+            now = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
             same = len(now) == len(self._held) and all(
                 a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
             )
@@ -89,8 +93,12 @@ class Structure:
             self._version = _registrations[0]
         if self.is_gathered:  # FSDP2 swaps parameters in and out
             return True
-        for (own, name, p), (trained, device) in zip(self._held, self._facts):
-            if own.get(name) is not p or p.requires_grad is not trained or p.device != device:
+        for (parameters, name, p), (trained, device) in zip(self._held, self._facts):
+            if (
+                parameters.get(name) is not p
+                or p.requires_grad is not trained
+                or p.device != device
+            ):
                 return False
         return True
 
@@ -100,7 +108,9 @@ class Structure:
         if self._version == _registrations[0]:
             return False
         held = zip(self._held, self._facts)
-        return any(own.get(n) is not p for (own, n, p), (trained, _) in held if trained)
+        return any(
+            parameters.get(n) is not p for (parameters, n, p), (trained, _) in held if trained
+        )
 
     def sharded(self) -> Iterator[Any]:
         """FSDP2's records of its parameters."""
@@ -111,7 +121,7 @@ class Structure:
         """Let FSDP2 gather parameters anew, whose parts have other values now."""
         modules: Iterator[Any] = self.model.modules()
         for module in modules if self.is_gathered else ():
-            if hasattr(module, "_get_fsdp_state"):
+            if is_fully_sharded(module):
                 module.reshard()
 
     def on_any(self, here: bool) -> bool:
@@ -124,9 +134,9 @@ class Structure:
 
     def chance(self) -> list[Any]:
         """What changes when the model draws random numbers."""
-        held = held_by(self.model, pytree.tree_leaves(self.given))
-        own = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
-        return [*chance_of(self.parameters()), *own]
+        held = held_by(self.model, pytree.tree_leaves(self.arguments))
+        states = (g.get_state().tolist() for g in held if isinstance(g, torch.Generator))
+        return [*chance_of(self.parameters()), *states]
 
     @contextmanager
     def bare(self) -> Iterator[None]:
@@ -145,16 +155,15 @@ class Structure:
         """Restore the model's state, its gradients and the random state, and run no hook of a
         parameter meanwhile.
         """
-        cached = parametrize._cache
+        given = pytree.tree_leaves(self.arguments)
+        state, chance = kept_state(self.model, given), kept_chance(self.model, given)
         torch.clear_autocast_cache()  # parameters have other values meanwhile
         try:
-            parametrize._cache = {}  # what one pass computes has the graph of that pass
-            given = pytree.tree_leaves(self.given)
-            state, chance = kept_state(self.model, given), kept_chance(self.model, given)
-            with kept_grads(self.parameters()), state, chance, torch.enable_grad():
-                yield
+            # What parametrizations compute has the graph of this pass.
+            with kept_grads(self.parameters()), state, chance, fresh_parametrizations():
+                with torch.enable_grad():
+                    yield
         finally:
-            parametrize._cache = cached
             torch.clear_autocast_cache()
 
 
@@ -172,7 +181,7 @@ nn.modules.module.register_module_parameter_registration_hook(_registered)
 nn.modules.module.register_module_module_registration_hook(_registered)
 
 
-def own_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a module holds itself, by name."""
     if isinstance(module, torch.jit.ScriptModule):  # its parameters are no attributes of Python
         return

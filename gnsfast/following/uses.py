@@ -24,9 +24,10 @@ from gnsfast.following.leaf import (
     first_leaf,
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
-from gnsfast.functional import Plan, any_autocast
+from gnsfast.functional import Plan
 from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
+from gnsfast.torch_internals import any_autocast, in_backward
 
 ROWS_AT = {
     arguments: RESULTS[name].index("rows")
@@ -74,32 +75,32 @@ class Joining:
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
         serves = is_plain or type(a) in BY_SAMPLE
         if serves:
-            found = list(plan.run(operator, a, wanted, at_BS))
+            results = list(plan.run(operator, a, wanted, at_BS))
         else:
-            found, joined = list(operator(a)), [True] * len(joined)
+            results, joined = list(operator(a)), [True] * len(joined)
         if not any(joined):
-            return tuple(found)
+            return tuple(results)
         which = [k for k, want in enumerate(wanted) if want]
         P = len(which)
-        own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
-        if isinstance(own, NormBackward):  # FSDP2 frees the weight before the parts are joined
-            own = own._replace(w_F=_copy(own.w_F), b_F=_copy(own.b_F))
+        detached = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
+        if isinstance(detached, NormBackward):  # FSDP2 frees the weight before the parts are joined
+            detached = detached._replace(w_F=_copy(detached.w_F), b_F=_copy(detached.b_F))
         if "ids_BS" in a._fields:
-            own = own._replace(ids_BS=None)
-        rows = found[at]
+            detached = detached._replace(ids_BS=None)
+        rows = results[at]
         kept: list[Tensor | None] = [None] * P
         if serves:
-            kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
+            kept, results[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
         else:
             groups = 0 if plan.groups is None else len(plan.groups.sizes_G)
-            found[at] = rows.new_zeros(P, rows.shape[1] + groups)
+            results[at] = rows.new_zeros(P, rows.shape[1] + groups)
         for k, (number, expression) in enumerate(zip(which, self.expressions)):
             if joined[k]:
-                found[at][k::P] = 0.0
+                results[at][k::P] = 0.0
                 if asked:
-                    part = Operands(plan, operator, own, number, kept[k])
+                    part = Operands(plan, operator, detached, number, kept[k])
                     leave(expression, part, (self._use, k))
-        return tuple(found)
+        return tuple(results)
 
 
 def _copy(t: Tensor | None) -> Tensor | None:
@@ -116,28 +117,27 @@ def plan_for(
     values: list[Tensor],
     layout: Layout,
     transposed: bool = False,
-    each: int = 1,
+    rows_per_token: int = 1,
     joins: bool = True,
 ) -> Plan:
     """The plan of a use, which ``joins`` others of the same parameters in backward. A plan knows
     samples in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same.
-    Packed documents have ``each`` rows for a token.
+    Packed documents have ``rows_per_token`` rows for each of them.
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
     dim, starts = (dim, None) if leaf.starts is None else (0, leaf.starts)
-    if starts is not None and each > 1:
-        starts = starts * each
+    if starts is not None and rows_per_token > 1:
+        starts = starts * rows_per_token
     if is_dtensor(values[0]):
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
         return Plan(batch_dim=dim, transposed=transposed, norms_alone=leaf.norms_alone)
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {"norms_alone": leaf.norms_alone}
     if joins and not compiling():
-        own = {"uses": Joining(tuple(expressions)), "module": leaf.name}
+        options |= {"uses": Joining(tuple(expressions)), "module": leaf.name}
     groups = leaf.facts.groups  # those of all leaves
-    own["norms_alone"] = leaf.norms_alone
-    return Plan(batch_dim=dim, transposed=transposed, starts=starts, groups=groups, **own)
+    return Plan(batch_dim=dim, transposed=transposed, starts=starts, groups=groups, **options)
 
 
 def probe_of(expressions: list[Expression]) -> Tensor:
@@ -193,11 +193,10 @@ class Use(NamedTuple):
         parameters are whole ones, and the data choose nothing.
         """
         leaf, first = self.leaf, self.expressions[0].leaves[0]
-        in_forward = torch._C._current_graph_task_id() == -1
         return (
             leaf is first
             and leaf.is_learned
-            and in_forward
+            and not in_backward()
             and isinstance(self.layout, Layout)
             and all(e.is_whole for e in self.expressions)
         )
@@ -241,14 +240,14 @@ class Recent(NamedTuple):
         use, leaf = self.use, self.use.leaf
         if name != self.name or type(x) is not Tensor or x.shape != self.shape:
             return False
-        if leaf.left_out or torch._C._current_graph_task_id() != -1:
+        if leaf.left_out or in_backward():
             return False
         if use.rows and isinstance(use.layout, Layout):
             if not leaf.lengths.allows(use.layout.several, use.rows):
                 return False
         return all(
-            t is own and (t is None or t.requires_grad)
-            for t, own in zip(parameters, self.parameters)
+            t is before and (t is None or t.requires_grad)
+            for t, before in zip(parameters, self.parameters)
         )
 
 
@@ -290,18 +289,18 @@ def begin(
     if first is None or not first.is_whole or name in OURS:  # which depend on other arguments too
         return _begun(name, x, parameters, takes, **options)
     leaf = first.leaves[0]
-    number = leaf.found.functions, leaf.found.uses
+    number = leaf.this_pass.functions, leaf.this_pass.uses
     recent: Recent | None = leaf.recent.get(number)
     if recent is not None and recent.is_like(name, x, parameters):
-        leaf.found.functions += 1
+        leaf.this_pass.functions += 1
         if recent.use.lengths:
             leaf.lengths.pairs |= recent.use.lengths
         for expression in recent.use.expressions:
             expression.note_use(name)
         return recent.use
     use = _begun(name, x, parameters, takes, **options)
-    given = [t for t in parameters if t is not None]
-    if use is not None and use.recurs and len(use.expressions) == len(given):
+    taken = [t for t in parameters if t is not None]
+    if use is not None and use.recurs and len(use.expressions) == len(taken):
         leaf.recent[number] = Recent(name, x.shape, parameters, use)
     return use
 
@@ -329,13 +328,13 @@ def _begun(
         return None
     leaf = first_leaf(expressions)
     layout, then = _place(leaf, name, x, place)
-    each = 1
+    rows_per_token = 1
     if layout is None or not takes(x, layout, leaf):
         layout = None
     elif leaf.starts is not None and isinstance(layout, Layout):
-        own = packed.in_order(x, layout, leaf)[0].shape
-        each = packed.rows_of_token(own[: len(own) - features], leaf)
-        if not each:
+        shape = packed.in_order(x, layout, leaf)[0].shape
+        rows_per_token = packed.rows_of_token(shape[: len(shape) - features], leaf)
+        if not rows_per_token:
             layout = None
             leaf.fail(
                 f"its input of shape {list(x.shape)} does not hold the {leaf.tokens} tokens of the "
@@ -356,7 +355,7 @@ def _begun(
         for expression in expressions:
             expression.note_use("" if in_order else name)
     dim = layout if isinstance(layout, Layout) else FIRST
-    plan = plan_for(expressions, values, dim, transposed, each)
+    plan = plan_for(expressions, values, dim, transposed, rows_per_token)
     if isinstance(layout, Chosen) and in_order:
         plan = plan._replace(starts=layout.starts(leaf.samples))
     return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows)
@@ -390,7 +389,7 @@ def _is_padded(expressions: list[Expression]) -> bool:
 def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
-    several = leaf.found.uses > again() or leaf.known_uses > 1
+    several = leaf.this_pass.uses > again() or leaf.known_uses > 1
     several |= any(sum(row.is_use for row in rows) > 1 for rows in leaf.batches)
     return expression.kind == SAME and leaf.facts is NOTHING and not several
 

@@ -10,7 +10,6 @@ are those of ``torch.nn.functional``.
 """
 
 from gnsfast.functional._attention import attention
-from gnsfast.functional._autocast import any_autocast as any_autocast
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._autocast import backward_pass as backward_pass
 from gnsfast.functional._autocast import graphs_of_gradients as graphs_of_gradients
@@ -29,7 +28,6 @@ from gnsfast.functional._norms import layer_norm, rms_norm
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
-from gnsfast.functional.documents import documents_of_rows as documents_of_rows
 from gnsfast.functional.plan import Plan
 from gnsfast.ops import Groups
 

@@ -51,8 +51,8 @@ class _Attention(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, tensors: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         fields: Any = *tensors, *ctx.pattern, ctx.samples, ctx.wanted
-        found = ops.attention_backward(AttentionBackward(do, *fields))
-        dq, dk, dv, *grads, rows = found
+        results = ops.attention_backward(AttentionBackward(do, *fields))
+        dq, dk, dv, *grads, rows = results
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
         rows = rows if ctx.needs_input_grad[7] else None
         return dq, dk, dv, *wanted, rows, *(None,) * (2 + len(ctx.pattern))
@@ -113,11 +113,11 @@ def attention(
     >>> torch.allclose(probe.grad[0, 3], sinks.grad.square().sum())
     True
     """
-    own = sinks, logit_scale, q_gain, k_gain
-    if has_torch_function(own):  # parameters that are measured
+    parameters = sinks, logit_scale, q_gain, k_gain
+    if has_torch_function(parameters):  # parameters that are measured
         seen: Tensor = handle_torch_function(
             attention,
-            own,
+            parameters,
             q,
             k,
             v,
@@ -134,7 +134,6 @@ def attention(
         )
         return seen
     _check(q, k, v, attn_mask, window, sinks, logit_scale, q_gain, k_gain, cu_seqlens)
-    parameters = (sinks, logit_scale, q_gain, k_gain)
     grouped = q.shape[1] != k.shape[1]
     if max_seqlen is not None and cu_seqlens is None:
         raise ValueError("max_seqlen is the length of the longest document, so it needs cu_seqlens")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-any_autocast = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any device. Asking for one device takes five times as long."""
+from gnsfast.torch_internals import any_autocast, unfollowed
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -57,7 +56,7 @@ def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         tensors = ctx.saved_tensors  # not below: a checkpoint runs its forward again here
-        with torch._C.DisableTorchFunctionSubclass():
+        with unfollowed():
             if not (torch.is_grad_enabled() or any_autocast()):
                 return function(ctx, tensors, *grads)  # to turn off what is off takes 2 µs
             some = next((g for g in grads if g is not None), None)

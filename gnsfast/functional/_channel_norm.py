@@ -13,6 +13,7 @@ from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.tensors import accumulate_dtype
+from gnsfast.torch_internals import unsafe_view
 
 AS_BIAS = False, True
 """A gradient of each sample is that of the bias of a linear layer."""
@@ -35,7 +36,7 @@ class _ChannelNorm(torch.autograd.Function):
         ctx.plan, ctx.samples = plan.without_tensors(), plan.samples(probe)
         ctx.normalised, ctx.dtypes = normalised, [None if t is None else t.dtype for t in (w, b)]
         # Autograd forbids in-place operations on a view that a custom Function returns.
-        out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        out: Tensor = unsafe_view(y, y.shape)
         return out
 
     @staticmethod
@@ -45,24 +46,24 @@ class _ChannelNorm(torch.autograd.Function):
         plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
         acc = accumulate_dtype(x.dtype)
         wide = dy.to(acc)
-        found: list[Tensor] = []
+        grads_of: list[Tensor] = []
         if need_w:
             whole = x.to(acc, memory_format=torch.contiguous_format)
-            found.append(_of_rows(wide * ctx.normalised(whole)))
+            grads_of.append(_of_rows(wide * ctx.normalised(whole)))
         if need_b:
-            found.append(_of_rows(wide))
+            grads_of.append(_of_rows(wide))
         grads: list[Tensor | None] = []
         rows = []
-        for k, g_NC in enumerate(found):
-            own = plan.of(k)
+        for k, g_NC in enumerate(grads_of):
+            plan_k = plan.of(k)
             B, (N, C) = ctx.samples, g_NC.shape
             g_BTC = g_NC.reshape(B, N // max(B, 1), C)
-            a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
-            _, grad, row, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
+            a = plan_k.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
+            _, grad, row, _ = plan_k.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
             rows.append(row)
-        each = iter(plan.gradients([True] * len(grads), *grads))
-        dw, db = (next(each) if need else None for need in (need_w, need_b))
+        iterator = iter(plan.gradients([True] * len(grads), *grads))
+        dw, db = (next(iterator) if need else None for need in (need_w, need_b))
         dw, db = (g if g is None else g.to(dtype) for g, dtype in zip((dw, db), ctx.dtypes))
         return dy, None, dw, db, torch.cat(rows), None, None
 

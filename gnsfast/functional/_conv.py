@@ -89,7 +89,7 @@ def _transposed_wgrad(
     """``conv_wgrad`` of a transposed convolution. Its weight's gradient is that of a convolution
     from dy to x.
     """
-    dw, db, found = None, None, []
+    dw, db, rows = None, None, []
     if a.weight:
         dy, padding = a.dy, a.padding
         if any(o >= s for o, s in zip(output_padding, a.stride)):  # it would have more patches
@@ -97,11 +97,11 @@ def _transposed_wgrad(
             dy = F.pad(dy, [p for edge in reversed(edges) for p in edge])
             padding = [0] * len(padding)
         dw, _, row = ops.conv_wgrad(a._replace(x=dy, dy=a.x, padding=padding, bias=False))
-        found.append(row)
+        rows.append(row)
     if a.bias:
         _, db, row = ops.conv_wgrad(a._replace(x=a.dy, weight=False))
-        found.append(row)
-    return dw, db, torch.cat(found)
+        rows.append(row)
+    return dw, db, torch.cat(rows)
 
 
 def conv(

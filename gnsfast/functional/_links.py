@@ -38,10 +38,14 @@ def link_grads(
     if not link_ids:
         return grads
     sizes = [ids_BS.shape[1] for ids_BS in link_ids]
-    own = () if of_groups_BSD is None else of_groups_BSD.split(sizes, 1)
+    groups_of_links = () if of_groups_BSD is None else of_groups_BSD.split(sizes, 1)
     for k, (ids_BS, rows_BSD) in enumerate(zip(link_ids, linked_BSD.split(sizes, 1))):
         of_sum = dw_VD[ids_BS].to(rows_BSD.dtype)
-        grads += [None, rows_BSD, torch.stack([of_sum, own[k]]) if own else of_sum]
+        grads += [
+            None,
+            rows_BSD,
+            torch.stack([of_sum, groups_of_links[k]]) if groups_of_links else of_sum,
+        ]
     return grads
 
 

@@ -194,8 +194,8 @@ class Plan(NamedTuple):
             return joined
         if self.groups is None:
             return self.operate(operator, a)
-        found = by_group(a, self.groups, wanted, at_BS)
-        return found[:-1] if at_BS is None else found
+        results = by_group(a, self.groups, wanted, at_BS)
+        return results[:-1] if at_BS is None else results
 
 
 FLAT = ("linear", "experts")

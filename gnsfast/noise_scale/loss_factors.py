@@ -34,6 +34,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from gnsfast.arguments import check_positive, integer
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale.statistics import length_variance
+from gnsfast.torch_internals import scaler_states
 
 SCALARS = 8
 """The number of scalars that ``microbatch_scalars`` returns and ``coefficients`` takes."""
@@ -152,7 +153,7 @@ def unscaled(scaler: GradScaler | None) -> bool:
     """Whether the scaler's ``unscale_`` or ``step`` has already divided the gradients."""
     if scaler is None or not scaler.is_enabled():
         return False
-    states = scaler._per_optimizer_states.values()
+    states = scaler_states(scaler)
     done = {state["stage"] is not OptState.READY for state in states}
     if len(done) > 1:
         raise ObservationError(

@@ -42,8 +42,8 @@ class Groups(NamedTuple):
     def members(self) -> tuple[Tensor, ...]:
         """The samples of each group."""
         refuse_capture()
-        found: tuple[Tensor, ...] = self.order_B.split(self.sizes_G.tolist())
-        return found
+        members: tuple[Tensor, ...] = self.order_B.split(self.sizes_G.tolist())
+        return members
 
     def to(self, device: torch.device) -> "Groups":
         refuse_capture()
@@ -83,25 +83,27 @@ def by_group(
     the groups' sums. The last result holds rows ``at_BS`` of the weight gradient of each sample's
     own group, [B, S, features], and is empty without ``at_BS``. Documents have no ``at_BS``.
     """
-    found: tuple[Tensor, ...] = _GROUPED[type(a)](*groups, at_BS, list(wanted), *a)
-    return found
+    results: tuple[Tensor, ...] = _GROUPED[type(a)](*groups, at_BS, list(wanted), *a)
+    return results
 
 
 def _registered(name: str) -> Callable[..., tuple[Tensor, ...]]:
     signature: Any = OPERATORS[name]
-    own = "Tensor order_B, Tensor sizes_G, Tensor? at_BS, bool[] wanted, "
-    whole = schema(name).replace(f"{name}(", f"{name}_by_group({own}", 1)[:-1] + ", Tensor)"
+    groups_schema = "Tensor order_B, Tensor sizes_G, Tensor? at_BS, bool[] wanted, "
+    whole = (
+        schema(name).replace(f"{name}(", f"{name}_by_group({groups_schema}", 1)[:-1] + ", Tensor)"
+    )
     operators.library.define(whole, tags=(torch.Tag.pt2_compliant_tag,))
 
     def fake(
         order_B: Tensor, sizes_G: Tensor, at_BS: Tensor | None, wanted: list[bool], *fields: Any
     ) -> tuple[Tensor, ...]:
         a = signature(*fields)
-        found, B = list(a.results()), len(order_B)
-        k, width = RESULTS[name].index("rows"), found[0].shape[-1]
-        found[k] = empty_rows(a[0], len(found[k]), B + len(sizes_G))
+        results, B = list(a.results()), len(order_B)
+        k, width = RESULTS[name].index("rows"), results[0].shape[-1]
+        results[k] = empty_rows(a[0], len(results[k]), B + len(sizes_G))
         shape = (0,) if at_BS is None else (*at_BS.shape, width)
-        return *found, a[0].new_empty(shape, dtype=accumulate_dtype(a[0].dtype))
+        return *results, a[0].new_empty(shape, dtype=accumulate_dtype(a[0].dtype))
 
     def run(
         order_B: Tensor, sizes_G: Tensor, at_BS: Tensor | None, wanted: list[bool], *fields: Any
@@ -132,19 +134,19 @@ def _by_group(
     if dtype is not None:
         a = a._replace(dtype=acc)
     parts: list[list[Tensor]] = []
-    at_own: list[Tensor] = []
+    at_part: list[Tensor] = []
     for index in members:
-        own = type(a)(*(t if t is None else t[index] for t in a[:inputs]), *a[inputs:])
+        part = type(a)(*(t if t is None else t[index] for t in a[:inputs]), *a[inputs:])
         if linked:
-            own = own._replace(ids_BS=a.ids_BS[index])
-        found = operator(own)
+            part = part._replace(ids_BS=a.ids_BS[index])
+        results = operator(part)
         if at_BS is not None:
-            at_own.append(found[0][at_BS[index]])
+            at_part.append(results[0][at_BS[index]])
         if not parts:
-            dtypes = [dtype or t.dtype for t in found]
-            parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(found, kinds)]
+            dtypes = [dtype or t.dtype for t in results]
+            parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(results, kinds)]
             continue
-        for t, of_result, kind in zip(found, parts, kinds):
+        for t, of_result, kind in zip(results, parts, kinds):
             if kind == "sum":  # one at a time: a weight's gradient may be large
                 of_result[0] += t
             else:
@@ -159,7 +161,7 @@ def _by_group(
             whole.append(_rows(of_result, members, totals))
         else:
             whole.append(_in_order(of_result, members))
-    return *whole, _in_order(at_own or [like.new_empty(0, dtype=acc)], members)
+    return *whole, _in_order(at_part or [like.new_empty(0, dtype=acc)], members)
 
 
 def _of_segments(
@@ -170,7 +172,7 @@ def _of_segments(
     """
     refuse_capture()
     inputs, kinds = BY_SAMPLE[type(a)]
-    found, at = list(operator(a)), kinds.index("rows")
+    results, at = list(operator(a)), kinds.index("rows")
     length_B = a.starts.diff()[groups.order_B]
     ends_B = length_B.cumsum(0)
     first_B = a.starts[:-1][groups.order_B] - ends_B + length_B
@@ -178,12 +180,12 @@ def _of_segments(
     N = a[0].shape[tokens_dim]
     row_N = first_B.repeat_interleave(length_B, output_size=N)
     row_N += torch.arange(N, device=row_N.device)
-    own = (t if t is None else t.index_select(tokens_dim, row_N) for t in a[:inputs])
+    tensors = (t if t is None else t.index_select(tokens_dim, row_N) for t in a[:inputs])
     ends_G = groups.sizes_G.to(ends_B.device, non_blocking=True).cumsum(0)
     starts = F.pad(F.pad(ends_B, (1, 0))[ends_G], (1, 0)).to(a.starts.dtype)
-    of_groups = operator(type(a)(*own, *a[inputs:])._replace(starts=starts))[at]
-    found[at] = torch.cat([found[at], of_groups[:, :-2]], 1)
-    return *found, a[0].new_empty(0, dtype=accumulate_dtype(a[0].dtype))
+    of_groups = operator(type(a)(*tensors, *a[inputs:])._replace(starts=starts))[at]
+    results[at] = torch.cat([results[at], of_groups[:, :-2]], 1)
+    return *results, a[0].new_empty(0, dtype=accumulate_dtype(a[0].dtype))
 
 
 def _in_order(parts: list[Tensor], members: tuple[Tensor, ...]) -> Tensor:

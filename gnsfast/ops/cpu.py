@@ -306,13 +306,13 @@ def _segments_wgrad(wgrad: _Wgrad, a: LinearWgrad) -> None:
     E, B = max(a.experts, 1), a.samples
     starts = a.starts.to(torch.int64).contiguous()
     rows_EPB = wgrad.rows.new_empty((E, *wgrad.rows.shape))
-    own = wgrad._replace(left_BTM=wgrad.left_BTM[None], right_BTN=wgrad.right_BTN[None])
+    segments = wgrad._replace(left_BTM=wgrad.left_BTM[None], right_BTN=wgrad.right_BTN[None])
     for e in range(E):
-        own = own._replace(rows=rows_EPB[e], starts=starts[e * B : (e + 1) * B + 1])
+        segments = segments._replace(rows=rows_EPB[e], starts=starts[e * B : (e + 1) * B + 1])
         if a.experts:
             db = None if wgrad.db is None else wgrad.db[e]
-            own = own._replace(dw_MN=wgrad.dw_MN[e], db=db)
-        _fill(own)
+            segments = segments._replace(dw_MN=wgrad.dw_MN[e], db=db)
+        _fill(segments)
     wgrad.rows.copy_(rows_EPB.sum(0, dtype=torch.float64))
     wgrad.rows[:, -1] = 1.0
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from gnsfast.ops import operators
 from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
 from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.torch_internals import local_shape_and_offset
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
     """The operator. For DTensors dW and db are DTensors, and every rank has the whole rows."""
     if not is_dtensor(a.dy_BTO):
-        found: tuple[Tensor, ...] = operators.linear_wgrad(a)
-        return found
+        results: tuple[Tensor, ...] = operators.linear_wgrad(a)
+        return results
     x_BTI: Any = a.x_BTI
     dy_BTO: Any = a.dy_BTO
     _register_linear_wgrad()
@@ -49,14 +50,11 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
 def embedding_wgrad(weight: Any, a: EmbeddingWgrad) -> tuple[Any, Tensor]:
     """The operator for a ``weight`` that is a DTensor, sharded by ids or by columns."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = weight.device_mesh, weight.placements
-    found: tuple[Any, ...] = a.dy_BTD, a.ids_BT
-    dy, ids = (t.full_tensor() if is_dtensor(t) else t for t in found)
-    (rows, columns), (first, column) = compute_local_shape_and_global_offset(
-        weight.shape, mesh, placements
-    )
+    parts: tuple[Any, ...] = a.dy_BTD, a.ids_BT
+    dy, ids = (t.full_tensor() if is_dtensor(t) else t for t in parts)
+    (rows, columns), (first, column) = local_shape_and_offset(weight.shape, mesh, placements)
     # Ids of other shards go to an extra row, the padding row, which takes no gradient.
     here = (ids >= first) & (ids < first + rows) & (ids != a.padding_idx)
     local = torch.where(here, ids - first, rows)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnsfast.torch_internals import cuda_stream
+
 PREFERRED = False
 """Whether the extension is used before the Triton kernel. It becomes True once a record in
 ``benchmarks/results/`` shows it faster; until then ``GNSFAST_BACKEND=cuda`` asks for it."""
@@ -114,7 +116,7 @@ def linear_wgrad(
         rows.stride(0),
         workspace.data_ptr(),
         add,
-        _stream(device),
+        cuda_stream(device),
     )
 
 
@@ -158,16 +160,10 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
         element=ELEMENTS[x_BI.dtype],
         product=product_B.data_ptr(),
         dy_sqnorm=dy_sqnorm_B.data_ptr(),
-        stream=_stream(device),
+        stream=cuda_stream(device),
         device=device,
     )
     return product_B, dy_sqnorm_B
-
-
-def _stream(device: int) -> int:
-    """``torch.cuda.current_stream(device).cuda_stream`` without creating a stream object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
 
 
 @functools.cache

@@ -12,10 +12,9 @@ from torch import Tensor
 from gnsfast import reference
 from gnsfast.ops import backends
 from gnsfast.signatures import OPERATORS, NormBackward, schema
+from gnsfast.torch_internals import dispatch_modes, is_profiled
 
 is_compiling = torch.compiler.is_compiling
-_modes = torch._C._len_torch_dispatch_stack
-_profiled = torch._C._autograd._profiler_enabled
 library = torch.library.Library("gnsfast", "DEF")
 Operator = Callable[[Any], Any]
 
@@ -36,7 +35,7 @@ def _registered(name: str) -> Operator:
         # This avoids the dispatcher, which takes 5 µs, where it would not change the call.
         # For a subclass, such as the result of a collective under way, it makes a plain tensor.
         plain = type(a[0]) is Tensor and type(a[1]) is Tensor
-        if plain and not (is_compiling() or _modes() or _profiled()):
+        if plain and not (is_compiling() or dispatch_modes() or is_profiled()):
             if run := on.get(a[0].device.type):
                 return run(a)
         return overload(*a)
@@ -59,5 +58,5 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     if is_compiling() and a.starts is None:
         return reference.norm_backward_aten(a)
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _norm_backward(a)
-    return found
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _norm_backward(a)
+    return results

@@ -7,7 +7,6 @@ from gnsfast.parallel.processes import (
     find_processes,
     fsdp_degrees,
     gathered,
-    parameter_groups,
     parameters_at_rest,
     sharding_groups,
     shared,
@@ -17,6 +16,7 @@ from gnsfast.parallel.split_samples import (
     refuse_context_parallel,
     refuse_parts,
 )
+from gnsfast.torch_internals import parameter_groups
 
 __all__ = [
     "Processes",

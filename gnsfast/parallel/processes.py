@@ -5,7 +5,7 @@ The parameters show tensor parallelism: a DTensor is tensor parallel if its mesh
 FSDP2, or is larger than the part that FSDP2 shards.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from torch import nn
 
 from gnsfast.parallel.split_samples import refuse_split_samples
 from gnsfast.tensors import is_dtensor
+from gnsfast.torch_internals import gathered_parameters, parameter_groups
 
 T = TypeVar("T")
 
@@ -152,14 +153,6 @@ def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
         )
 
 
-def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The groups of parameters that FSDP2 shards together, with the paths of their modules."""
-    for path, module in model.named_modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in getattr(state, "_fsdp_param_groups", None) or ():
-            yield path, group
-
-
 def parameters_at_rest(model: nn.Module) -> dict[str, Any]:
     """The model's parameters by name. Those of FSDP2 are the ones that the optimizer has: during a
     pass modules hold others in their place, and also after a pass without backward.
@@ -167,8 +160,7 @@ def parameters_at_rest(model: nn.Module) -> dict[str, Any]:
     at_rest: dict[int, Any] = {}
     for _, group in parameter_groups(model):
         for p in group.fsdp_params:
-            for held in ("_unsharded_param", "_sharded_post_forward_param"):
-                at_rest[id(getattr(p, held, None))] = p.sharded_param
+            at_rest |= {id(gathered): p.sharded_param for gathered in gathered_parameters(p)}
     return {name: at_rest.get(id(p), p) for name, p in model.named_parameters()}
 
 

@@ -6,7 +6,6 @@ not the sum of squared norms: with two parts tr Σ came out 1.97 times too large
 split by hand between processes with nothing but the default group are not seen.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,12 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.tensors import is_dtensor
+from gnsfast.torch_internals import (
+    functions_of_context_parallel,
+    process_groups,
+    root_mesh,
+    splits_sequences,
+)
 
 NAMES = {"context", "cp", "seq", "sequence", "sp", "ulysses"}
 """Names of mesh dimensions and process groups over which the parts of a sample are spread."""
@@ -40,12 +45,8 @@ RENAME_GROUP = (
 
 
 def in_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` has replaced attention. Its list of replaced functions
-    is kept after it ends.
-    """
-    name = "torch.distributed.tensor.experimental._context_parallel._attention"
-    replaced: Any = getattr(sys.modules.get(name), "_replaced_functions", None)
-    return bool(replaced) and F.scaled_dot_product_attention in replaced
+    """Whether torch's ``context_parallel`` has replaced attention."""
+    return F.scaled_dot_product_attention in functions_of_context_parallel()
 
 
 def refuse_context_parallel(always: bool = False) -> None:
@@ -59,13 +60,11 @@ def refuse_context_parallel(always: bool = False) -> None:
 def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes: set[int]) -> None:
     """Raise if attention, a parameter's mesh or a group of ``processes`` splits samples."""
     for path, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(getattr(hook, "func", None), "__self__", None)
-            if type(owner).__name__ == "_ContextParallel":  # a plan of torch's, as torchtitan's
-                raise NotImplementedError(
-                    f"The attention {path!r} exchanges keys and values between processes "
-                    f"(torch's context parallelism). {WHOLE_SAMPLES}"
-                )
+        if splits_sequences(module):
+            raise NotImplementedError(
+                f"The attention {path!r} exchanges keys and values between processes "
+                f"(torch's context parallelism). {WHOLE_SAMPLES}"
+            )
     parameters = list(parameters)
     for name in _mesh_dimensions(parameters):
         _refuse_named(f"A parameter's mesh has a dimension {name!r}", name, RENAME_DIMENSION)
@@ -138,7 +137,7 @@ def _mesh_dimensions(parameters: Iterable[Any]) -> Iterator[str]:
     """The dimensions of root meshes with more than one process. The name of a flattened mesh, such
     as Accelerate's ``dp_shard_cp``, may contain dimensions of size 1, so it does not count.
     """
-    for mesh in {p.device_mesh._get_root_mesh() for p in parameters if is_dtensor(p)}:
+    for mesh in {root_mesh(p.device_mesh) for p in parameters if is_dtensor(p)}:
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape):
             if size > 1:
                 yield name
@@ -150,7 +149,7 @@ def _group_names(parameters: Iterable[Any], processes: set[int]) -> Iterator[str
     """
     meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     spread = {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in process_groups():
         ranks = {*dist.get_process_group_ranks(group)}
         if len(processes & ranks) > 1 and group.group_name not in spread:
             yield group.group_desc

@@ -136,7 +136,7 @@ class ProbeSlab:
         self.rows = self.followed.passes.rows()
         # The rows of uses that were joined are not what backward left.
         joined = (
-            p.grad for leaf in self.leaves if leaf.found.joined for p in (leaf.probe, leaf.pair)
+            p.grad for leaf in self.leaves if leaf.this_pass.joined for p in (leaf.probe, leaf.pair)
         )
         left = (*self.rows.tensors, *(grad for grad in joined if grad is not None))
         if any(rows.requires_grad for rows in left):
@@ -147,13 +147,13 @@ class ProbeSlab:
         for leaf in self.leaves:
             if leaf.is_unordered:
                 leaf.fail(
-                    f"{leaf.found.functions} functions take it, another number than in the table, "
+                    f"{leaf.this_pass.functions} functions take it, not the number of the table, "
                     "in some of which the samples lie in another way. gnsfast.learn(model, batch) "
                     "with this batch shows them"
                 )
-            if leaf.found.failed:
+            if leaf.this_pass.failed:
                 raise ObservationError(
-                    f"{leaf.name}: {leaf.found.failed}. If this is no mistake, leave it out: "
+                    f"{leaf.name}: {leaf.this_pass.failed}. If this is no mistake, leave it out: "
                     f"gnsfast.configure(model, exclude=[{leaf.name!r}])."
                 )
 

@@ -2,7 +2,6 @@
 """Sees the batch that a model gets in an open block, where its table is still to be learnt."""
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ from gnsfast.errors import SampleShapeError
 from gnsfast.following import Followed, Hook
 from gnsfast.functional import Documents
 from gnsfast.table.learn import table_of
-from gnsfast.table.samples import Samples
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import compiled_module, is_compiler_loaded
 
 
 class BatchHook:
@@ -35,8 +34,8 @@ class BatchHook:
         self._followed, self._samples, self._documents = followed, samples, documents
         self._learned = learned
         self._release: Callable[[], object] | None = None
-        if followed.table is None and "torch._dynamo" in sys.modules:
-            if not hasattr(caller, "_orig_mod"):  # whose hooks run in eager mode
+        if followed.table is None and is_compiler_loaded():
+            if compiled_module(caller) is None:  # whose hooks run in eager mode
                 self._release = EAGER.hold(self)
         hook = Hook(self._show)
         self._handle = caller.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -75,9 +74,9 @@ class BatchHook:
             ):
                 return
         self._handle.remove()  # compiled code goes on in eager mode to the end of the block
-        samples = Samples.of(batch, rows, None, name)
         model = followed.structure.model
-        table = table_of(followed, lambda b: model(*b[0], **b[1]), samples, documents)
+        run = lambda b: model(*b[0], **b[1])  # noqa: E731
+        table = table_of(followed, run, batch, rows, documents=documents)
         (table if followed.table is None else followed.table | table).tell(followed)
         log = logging.getLogger("gnsfast")
         log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

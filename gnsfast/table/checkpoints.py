@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from gnsfast.torch_internals import FIRST_FORWARD
+
 
 class _Replaced:
     """Replaces ``name`` of torch's module or class ``owner`` for the threads that ask for it.
@@ -57,7 +59,7 @@ def _not_reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> 
     return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
-keeping_graphs = _Replaced(checkpoint, "_checkpoint_hook", lambda frame: nullcontext())
+keeping_graphs = _Replaced(checkpoint, FIRST_FORWARD, lambda frame: nullcontext())
 """Let non-reentrant checkpoints keep their graphs, in which rows that the data have chosen are
 found.
 """

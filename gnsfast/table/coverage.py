@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.following import Followed
-from gnsfast.table.table import Table
+from gnsfast.table.table import Table, aligned
 
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
@@ -58,12 +58,7 @@ class Coverage:
             )
             for r in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines = []
-        for row in table:
-            cells = [*map(str.ljust, row, widths)]
-            cells[1] = row[1].rjust(widths[1])
-            lines.append("  ".join(cells).rstrip())
+        lines = aligned(table, number=1)
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
         proven = "proven for the model, not for a loss outside of it"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gnsfast.learn``: what a batch shows of a model, once, as a table."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from gnsfast.errors import ObservationError, first_line
-from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, unwrapped
+from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
-from gnsfast.table.proof import Proof, Trial, gates_open, meeting, prove, prove_documents
-from gnsfast.table.samples import Samples, Take
+from gnsfast.table.proof import (
+    ModelError,
+    Proof,
+    Trial,
+    gates_open,
+    meeting,
+    of_documents,
+    prove,
+    refuse_attention,
+)
+from gnsfast.table.samples import TAKE, Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import is_compiler_loaded, without_modes
 
-TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 UNCLEAR = (
     "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
     f"If they lie along the other, {TAKE} says so"
@@ -32,6 +39,8 @@ OF_TWO = (
     "the results that belong to single samples give it no gradient, and no proof judges a result "
     "with an entry for each two samples"
 )
+
+OF_DOCUMENTS = "losses of single documents"
 
 FEW = 3
 """So many samples of a batch are looked at; two are too few to tell a sample from all others."""
@@ -96,13 +105,10 @@ def learn(
     documents = None
     if cu_seqlens is not None:
         documents = document_slots(cu_seqlens, len(cu_seqlens) - 1, len(cu_seqlens) - 1)
-    name = type(followed.structure.model).__name__
-    samples = Samples.of(batch, num_samples, take, name)
+    run = run or _call(followed.structure.model)
     followed.open(num_samples)
     try:
-        return table_of(
-            followed, run or _call(followed.structure.model), samples, documents, unproven
-        )
+        return table_of(followed, run, batch, num_samples, take, documents, unproven)
     finally:
         followed.close()
 
@@ -121,25 +127,56 @@ def _call(model: nn.Module) -> Callable[[Any], Any]:
 def table_of(
     followed: Followed,
     run: Callable[[Any], Any],
-    samples: Samples,
+    batch: Any,
+    num_samples: int,
+    take: Take | None = None,
     documents: Documents | None = None,
     unproven: str = "leave_out",
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
-    structure, B = followed.structure, max(samples.n, 1)
+    structure = followed.structure
+    samples = _samples(structure, batch, num_samples, take)
+    B = max(samples.n, 1)
+    for leaf in followed.leaves:
+        leaf.rows = 0 if documents is None else samples.n
     # Processes that shard the parameters must run as many passes.
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
-    structure.given = samples.batch
+    structure.arguments = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
-        if documents is None:
-            shown, proof = _proven(*_traced_with_some(trial))
-        else:
-            shown, proof = _proven_documents(trial, documents)
+        try:
+            if documents is None:
+                shown, proof = _proven(*_traced_with_some(trial))
+            else:
+                shown, proof = _proven_documents(trial, documents)
+        except ModelError as error:
+            name, n = type(structure.model).__name__, samples.n
+            raise ObservationError(
+                f"{name} does not take {few}, {few + 1} or all {n} samples of its batch in any "
+                f"order ({error}). Rows of each tensor whose dimension 0 or 1 has the size {n} "
+                f"were taken. If they are no samples, {TAKE} says what is one."
+            ) from error.__cause__
         proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
+        if documents is not None:
+            refuse_attention(trial, proof)
         table = _assembled(followed, shown, proof, few, unproven, documents is not None)
         _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
     return table
+
+
+def _samples(structure: Structure, batch: Any, n: int, take: Take | None) -> Samples:
+    """The samples of a batch. What is wrong on one of the processes that shard the parameters is an
+    error on all of them, none of which then waits for it.
+    """
+    wrong, samples = "", None
+    try:
+        samples = Samples.of(batch, n, take, type(structure.model).__name__)
+    except SampleShapeError as error:
+        wrong = str(error)
+    wrong = shared(wrong, max, structure.groups)
+    if wrong or samples is None:
+        raise SampleShapeError(wrong)
+    return samples
 
 
 def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown", Proof]:
@@ -169,14 +206,14 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
-    except Exception:  # the model's own, whatever it is
+    except ModelError:
         traced = None
-    if traced is None:
-        proof, rows = prove_documents(trial, documents, None, (), 1e-3)
-        return Shown(rows, {}, {}, frozenset(), 1e-3), proof
-    traces, late = traced
-    shown, places = Shown.of(traces, late), traces.result_places
-    proof, rows = prove_documents(trial, documents, shown.rows, places, shown.rtol)
+    shown, places, rows = Shown({}, {}, {}, frozenset(), 1e-3), list[Place](), None
+    if traced is not None:
+        shown, places = Shown.of(*traced), traced[0].result_places
+        rows = shown.rows
+    trial = of_documents(trial, documents)
+    proof, rows, _ = prove(trial, rows, places, shown.rtol, training=True)
     return shown._replace(rows=rows), proof
 
 
@@ -205,9 +242,12 @@ class Shown(NamedTuple):
         new = frozenset[str]() if late is None else frozenset(late.routes().keys() - routes.keys())
         is_half = traces.is_half
         if late is not None:
-            rows = {n: own for n, own in late.rows().items() if n in new} | rows
-            routes = {n: own for n, own in late.routes().items() if n in new} | routes
-            calls = {n: own for n, own in late.calls().items() if n in new} | calls
+
+            def joined(trained: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, Any]:
+                return {name: trained[name] for name in new & trained.keys()} | {**evaluated}
+
+            rows, routes = joined(late.rows(), rows), joined(late.routes(), routes)
+            calls = joined(late.calls(), calls)
             is_half |= late.is_half
         return cls(rows, routes, calls, new, 5e-2 if is_half else 1e-3)
 
@@ -215,25 +255,12 @@ class Shown(NamedTuple):
 def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
     """The traces of a few samples, or where the model does not take so few, as one that compares
     pairs, those of the whole batch.
-
-    Raises:
-        ObservationError: if the model takes neither.
     """
-    few = len(trial.order)
     try:
-        return trial, *_traced(trial, few + 1)
-    except Exception as error:  # the model's own, whatever it is
+        return trial, *_traced(trial, len(trial.order) + 1)
+    except ModelError:
         whole = trial._replace(order=[*range(trial.samples.n)])
-        try:
-            return whole, *_traced(whole, 2 * trial.samples.n)
-        except Exception:
-            name = type(trial.followed.structure.model).__name__
-            raise ObservationError(
-                f"{name} does not take {few} or {few + 1} samples of its batch of "
-                f"{trial.samples.n} ({first_line(error)}). If they were cut out of it wrongly, "
-                f"{TAKE} says how. Rows of each tensor whose dimension 0 or 1 has the size "
-                f"{trial.samples.n} were taken."
-            ) from error
+        return whole, *_traced(whole, 2 * trial.samples.n)
 
 
 def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
@@ -280,7 +307,7 @@ def _assembled(
         elif name in proof.silent:
             doubtful[name] = OF_TWO if shown.has_pairs else "the batch gives it no gradient"
         else:
-            proofs[name] = f"{few} samples alone"
+            proofs[name] = OF_DOCUMENTS if has_documents else f"{few} samples alone"
     model = followed.structure.model
     kinds = {leaf.name: _kind(model, leaf) for leaf in followed.leaves}
     siblings: dict[Any, list[str]] = {}
@@ -329,8 +356,8 @@ def _agree(rows: Sequence[Sequence[Row]]) -> bool:
     """Whether the samples are in the same places in the calls of several parameters."""
     first, *others = rows
     return all(
-        len(each) == len(first) and all(a.is_like(b) for a, b in zip(each, first))
-        for each in others
+        len(calls) == len(first) and all(a.is_like(b) for a, b in zip(calls, first))
+        for calls in others
     )
 
 
@@ -342,8 +369,8 @@ def _first_with_samples(a: tuple[bool, Table], b: tuple[bool, Table]) -> tuple[b
 @contextmanager
 def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     """Run the model, perhaps inside of a block, whose pass then begins as if nothing had run."""
-    passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.found.is_begun]
-    kept = [(leaf, leaf.found, leaf.twin, leaf.whole.twin) for leaf in begun]
+    passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.this_pass.is_begun]
+    kept = [(leaf, leaf.this_pass, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
     followed.structure.free_gathered()
     for leaf in followed.leaves:
@@ -352,10 +379,10 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
         saved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
-        with _in_eager_mode(), saved, not_reentrant(), _without_modes():
+        with _in_eager_mode(), saved, not_reentrant(), without_modes():
             yield
     finally:
-        followed.is_learning, followed.structure.given = False, ()
+        followed.is_learning, followed.structure.arguments = False, ()
         followed.structure.free_gathered()
         for leaf in followed.leaves:
             leaf.forget()
@@ -363,16 +390,9 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
             followed.table.tell(followed)
         passes.begin(passes.asked, followed.leaves)
         for leaf, state, twin, whole_twin in kept:
-            leaf.found, leaf.twin, leaf.whole.twin = state, twin, whole_twin
+            leaf.this_pass, leaf.twin, leaf.whole.twin = state, twin, whole_twin
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
-    compiled = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
-def _without_modes() -> AbstractContextManager[Any]:
-    """Modes of the user, as those of a selective checkpoint, see nothing of this."""
-    modes: AbstractContextManager[Any] = _disable_current_modes()
-    return modes
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()

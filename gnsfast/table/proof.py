@@ -9,13 +9,13 @@ from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or oth
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gnsfast.errors import ObservationError, first_line
+from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following import (
     FIRST,
     Followed,
@@ -28,7 +28,7 @@ from gnsfast.following import (
     gradients,
     unfollowed,
 )
-from gnsfast.functional import Documents, documents_of_rows, graphs_of_gradients
+from gnsfast.functional import Documents, graphs_of_gradients
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
@@ -52,7 +52,7 @@ class Proof(NamedTuple):
         """This proof with what another one, in training mode, says of the ``late`` parameters."""
         lost = dict.fromkeys(late, other.reason) if other.reason else other.wrong
         wrong = {name: why for name, why in self.wrong.items() if name not in late}
-        sqnorms = {name: own for name, own in other.sqnorms.items() if name in late}
+        sqnorms = {name: sqnorm for name, sqnorm in other.sqnorms.items() if name in late}
         return self._replace(
             wrong=wrong | {name: why for name, why in lost.items() if name in late},
             silent=(self.silent - late) | (other.silent & late),
@@ -61,46 +61,68 @@ class Proof(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """Result ``number`` of the model, where its samples lie, and the weights of their entries in a
-    loss, in the order of the samples.
+    """Result ``number`` of the model, where its samples lie, and for each of the few the weights of
+    its entries in a loss.
     """
 
     number: int
-    layout: Layout
-    weights: Tensor
+    place: Layout
+    weights: list[Tensor]
 
-    def part(self, results: Sequence[Tensor], at: int, n: int, b: int, B: int) -> Weighted:
-        """Sample number ``at`` of n in ``results``, with the weights of sample ``b`` of B.
 
-        Raises:
-            ValueError: if the results do not hold such a part.
-        """
-        t, weights = results[self.number], self.layout.of_sample(self.weights, b, B)
-        t = self.layout.of_sample(t, at, n) if self.layout.fits(t.shape, n) else t[:0]
-        if t.shape != weights.shape:
-            raise ValueError("its results then have another shape")
-        return t, weights
+class ModelError(Exception):
+    """An error of the model itself, whatever it is."""
+
+
+@contextmanager
+def of_the_model() -> Iterator[None]:
+    """Raise errors as the model's own, but for those of gnsfast and of the memory."""
+    try:
+        yield
+    except (ObservationError, SampleShapeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(first_line(error)) from error
 
 
 class Trial(NamedTuple):
-    """A model that runs for our own ends: ``run`` gets a batch of some ``samples``, of which
-    ``order`` are the few that are looked at.
+    """A model that runs for our own ends: ``run`` gets a batch of some ``samples``. The numbers in
+    ``order`` are those of the few that are looked at: of samples, or of packed ``documents`` in a
+    batch that it gets whole.
     """
 
     followed: Followed
     run: Callable[[Any], Any]
     samples: Samples
     order: list[int]
+    documents: Documents | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
         """The parameters of the model."""
         return self.followed.leaves
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the batch in a pass over the few. Samples come in reversed order, which shows
+        whether the model puts them into an order of its own.
+        """
+        return self.order[::-1] if self.documents is None else [*range(self.samples.n)]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which sample, or document, of this pass each of the few is."""
+        return self.order if self.documents else [*range(len(self.order))][::-1]
+
+    @property
+    def size(self) -> int:
+        """How many samples, or documents, this pass has."""
+        return len(self.order) if self.documents is None else len(self.documents.starts) - 1
+
     def outputs(self, order: Sequence[int]) -> Any:
         """What the model returns for some of its samples. Its state is then what it was."""
         batch = self.samples.some(order)
-        with self.followed.structure.as_it_was():
+        with self.followed.structure.as_it_was(), of_the_model():
             return self.run(batch)
 
     @contextmanager
@@ -118,136 +140,171 @@ class Trial(NamedTuple):
 
         batch = map_tensors(pick, self.samples.some(order))
         with self.followed.structure.as_it_was():
-            yield [*map(whole, tensors_of(self.run(batch)))], images
+            with of_the_model():
+                results = self.run(batch)
+            yield [*map(whole, tensors_of(results))], images
+
+    def part(self, t: Tensor, place: Layout, k: int, n: int) -> Tensor | None:
+        """Sample, or document, number ``k`` of n in a result; None if it does not hold them."""
+        if self.documents is None:
+            return place.of_sample(t, k, n) if place.fits(t.shape, n) else None
+        rows, tokens = self.samples.n, self.documents.tokens
+        if rows > 1 and place.fits(t.shape, rows):
+            t = place.samples_first(t, rows)
+        if all(t.shape[:d].numel() != tokens for d in range(1, t.ndim + 1)):
+            return None
+        start, end = self.documents.starts[k : k + 2].tolist()
+        return t.reshape(tokens, -1)[start:end]
+
+    def weighed(self, results: Sequence[Tensor], places: Sequence[Place]) -> list[Weighed]:
+        """The results that hold the few, with random weights."""
+        weighed = []
+        for number, (t, place) in enumerate(zip(results, places or [FIRST] * len(results))):
+            if isinstance(place, Layout) and t.requires_grad:
+                parts = [self.part(t, place, k, self.size) for k in self.numbers]
+                weights = [torch.randn_like(part) for part in parts if part is not None]
+                weighed += [Weighed(number, place, weights)] if weights else []
+        return weighed
+
+    def loss(
+        self, results: Sequence[Tensor], weighed: Sequence[Weighed], j: int, k: int, n: int
+    ) -> list[Weighted]:
+        """The loss of number ``j`` of the few, which is number ``k`` of n in a pass.
+
+        Raises:
+            ModelError: if the results do not hold such a part.
+        """
+        loss = []
+        for number, place, weights in weighed:
+            part = self.part(results[number], place, k, n)
+            if part is None or part.shape != weights[j].shape:
+                raise ModelError("its results then have another shape")
+            loss.append((part, weights[j]))
+        return loss
 
     def norms(self, parts: Sequence[Weighted], n: int) -> dict[Leaf, Tensor] | str:
         """The norms of all n samples in the loss of ``parts`` of an open pass, or the error of its
         backward pass.
         """
         try:
-            fill_probes(parts, self.leaves)
-        except Exception as error:  # the model's own, as of an autograd function
-            return first_line(error)
-        return {leaf: rows[0, :n] for leaf, rows in self.followed.passes.rows(self.leaves).items()}
+            with of_the_model():
+                fill_probes(parts, self.leaves)
+        except ModelError as error:  # as of an autograd function
+            return str(error)
+        rows = self.followed.passes.rows(self.leaves)
+        return {leaf: row[0, :n] for leaf, row in rows.items()}
 
     @property
     def failed(self) -> dict[str, str]:
         """The parameters that the pass could not measure, with the reason."""
-        return {leaf.name: leaf.found.failed for leaf in self.leaves if leaf.found.failed}
+        return {leaf.name: leaf.this_pass.failed for leaf in self.leaves if leaf.this_pass.failed}
 
 
 class Measured(NamedTuple):
-    """What a measured pass gave: the ``norms`` of the samples, or why there are none, and ``lost``,
-    the parameters that it could not measure. ``drew``: the model drew random numbers.
+    """What a measured pass gave: the ``norms`` of the few, or why there are none, and ``lost``, the
+    parameters that it could not measure. Those that are ``mixed`` have a norm of other documents
+    too. ``drew``: the model drew random numbers.
     """
 
     weighed: list[Weighed]
     norms: dict[Leaf, Tensor] | str
     lost: dict[str, str]
     drew: bool
+    mixed: dict[str, str] = {}
 
 
 def prove(
-    trial: Trial, rows: Rows, places: Sequence[Place], rtol: float, training: bool
+    trial: Trial,
+    rows: Rows | None,
+    places: Sequence[Place],
+    rtol: float,
+    training: bool,
 ) -> tuple[Proof, Rows, Sequence[Place]]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
     and places that it proves: those that fail as consecutive rows of each sample are tried as
-    interleaved ones. The model is as it is where that is ``training``, else in evaluation mode.
+    interleaved ones. The model is as it is where that is ``training``, else in evaluation mode. No
+    ``rows`` stand for a table that could not be learnt.
     """
-    followed, structure = trial.followed, trial.followed.structure
-    followed.learn(rows)
+    followed, structure, table = trial.followed, trial.followed.structure, rows or {}
+    followed.learn(*[table][: rows is not None])
     with kept_modes(structure.model):
-        structure.model.train(training)
+        if not training:
+            structure.model.eval()
         measured = _measured(trial, places)
         truth = _truths(trial, measured)
         proof = judged(measured, truth, rtol)
-        turned = {name: tuple(map(interleaved, rows.get(name, ()))) for name in proof.wrong}
-        turned = {name: new for name, new in turned.items() if new != rows.get(name, ())}
+        turned = {name: tuple(map(interleaved, table.get(name, ()))) for name in proof.wrong}
+        turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
         if structure.on_any(bool(turned)):
-            followed.learn({**rows, **turned})
+            followed.learn({**table, **turned})
             turned_places = [*map(turned_place, places)]
-            if turned_places == [*places]:
-                again = judged(_measured(trial, places, measured.weighed), truth, rtol)
-            else:
-                measured = _measured(trial, turned_places)
-                again = judged(measured, _truths(trial, measured), rtol)
-                is_better = not again.reason and len(again.wrong) < len(proof.wrong)
-                places = turned_places if is_better else places
+            is_same = turned_places == [*places]
+            measured = _measured(trial, turned_places, measured.weighed if is_same else None)
+            again = judged(measured, truth if is_same else _truths(trial, measured), rtol)
+            if not again.reason and len(again.wrong) < len(proof.wrong):
+                places = turned_places
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
-            rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
+            table = {**table, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
-            followed.learn(rows)
-    return proof, rows, places
+            followed.learn(table)
+    return proof, table, places
 
 
 def _measured(
     trial: Trial, places: Sequence[Place], weighed: list[Weighed] | None = None
 ) -> Measured:
-    """The norms of a pass over the samples in reversed order, which shows whether the model puts
-    them into an order of its own. The norms are in the order of the samples.
-    """
-    n, structure = len(trial.order), trial.followed.structure
+    """The norms of a pass over the few."""
+    structure = trial.followed.structure
     graphs, chance = graphs_of_gradients[0], structure.chance()
-    trial.followed.passes.begin_trial(n)
-    with trial.results(trial.order[::-1]) as (results, _):
+    trial.followed.passes.begin_trial(trial.size, trial.documents)
+    with trial.results(trial.rows) as (results, _):
         drew = structure.on_any(structure.chance() != chance)
         for leaf in trial.leaves:
-            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.found.joined
-        weighed = _weights(results, places, n, range(n)) if weighed is None else weighed
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.this_pass.joined
+        weighed = trial.weighed(results, places) if weighed is None else weighed
         if structure.on_any(graphs_of_gradients[0] != graphs):
-            return Measured(
-                [], TWICE, dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE), drew
-            )
+            twice = dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE)
+            return Measured([], TWICE, twice, drew)
         if structure.on_any(not weighed):
             return Measured([], NO_RESULT, trial.failed, drew)
-        parts = [w.part(results, n - 1 - b, n, b, n) for w in weighed for b in range(n)]
-        norms = trial.norms(parts, n)
+        losses = (
+            trial.loss(results, weighed, j, k, trial.size) for j, k in enumerate(trial.numbers)
+        )
+        norms = trial.norms([*chain(*losses)], trial.size)
+    mixed = _mixed(norms, trial.numbers)
     if not isinstance(norms, str):
-        norms = {leaf: each.flip(0) for leaf, each in norms.items()}
-    return Measured(weighed, norms, trial.failed, drew)
-
-
-def _weights(
-    results: Sequence[Tensor], places: Sequence[Place], n: int, chosen: Sequence[int]
-) -> list[Weighed]:
-    """The results that hold the samples, with random weights for the ``chosen`` ones."""
-    weighed = []
-    for number, (t, place) in enumerate(zip(results, places)):
-        if isinstance(place, Layout) and t.requires_grad and place.fits(t.shape, n):
-            weights = torch.zeros_like(t, requires_grad=False)
-            for b in chosen:
-                place.of_sample(weights, b, n).normal_()
-            weighed.append(Weighed(number, place, weights))
-    return weighed
+        norms = {leaf: row[trial.numbers] for leaf, row in norms.items()}
+    return Measured(weighed, norms, trial.failed, drew, mixed)
 
 
 def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
-    """Each sample's squared norm of each parameter, by a pass over this sample alone. Where the
-    model draws random numbers even in evaluation mode, or takes no single sample, it is one over
-    all samples, which has the same random numbers, with a loss of this one.
+    """The squared norm of each parameter for each of the few, by a pass over this sample alone.
+    Documents have one of all of them, with a loss of this one, and so have samples of a model that
+    draws random numbers even in evaluation mode, or takes no single sample.
     """
     if isinstance(measured.norms, str):
         return measured.norms
-    structure, n = trial.followed.structure, len(trial.order)
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
-    copies = 1 + bool(structure.batch_norms)
+    copies = 1 + bool(trial.followed.structure.batch_norms)
     values = [leaf.current for leaf in trial.leaves]
 
-    def truth(b: int, alone: bool) -> dict[Leaf, float]:
-        order, at = ([trial.order[b]] * copies, 0) if alone else (trial.order[::-1], n - 1 - b)
-        with structure.bare(), trial.results(order) as (results, images):
-            parts = [w.part(results, at, len(order), b, n) for w in measured.weighed]
-            grads = gradients(parts, [*values, *images], keep=True)
+    def truth(j: int, alone: bool) -> dict[Leaf, float]:
+        rows = [trial.order[j]] * copies if alone else trial.rows
+        k, n = (0, copies) if alone else (trial.numbers[j], trial.size)
+        with trial.followed.structure.bare(), trial.results(rows) as (results, images):
+            loss = trial.loss(results, measured.weighed, j, k, n)
+            with of_the_model():
+                grads = gradients(loss, [*values, *images], keep=True)
         return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
 
     why = ""
-    for alone in (False,) if measured.drew else (True, False):
+    for alone in (False,) if measured.drew or trial.documents else (True, False):
         try:
-            return [truth(b, alone) for b in range(n)]
-        except Exception as error:  # the model's own, whatever it is
-            why = why or first_line(error)
+            return [truth(j, alone) for j in range(len(trial.order))]
+        except ModelError as error:
+            why = why or str(error)
     return f"the model does not take a single sample ({why})"
 
 
@@ -261,20 +318,21 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     """The parameters whose norms differ from those of single samples by more than ``rtol``."""
     if isinstance(measured.norms, str) or isinstance(truth, str):
         return Proof(str(truth), measured.lost)
-    norms = {leaf: measured.norms.get(leaf) for leaf in truth[0] if leaf.name not in measured.lost}
+    known = measured.mixed | measured.lost
+    norms = {leaf: measured.norms.get(leaf) for leaf in truth[0] if leaf.name not in known}
     if not norms:
-        return Proof("", measured.lost)
+        return Proof("", known)
     zero_B = torch.zeros(len(truth), dtype=torch.float64, device="cpu")
     norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
     if not bool(norm_PB.isfinite().all()):
-        return Proof("the gradients of its samples are not finite", measured.lost)
-    real_PB = norm_PB.new_tensor([[each[leaf] for each in truth] for leaf in norms])
+        return Proof("the gradients of its samples are not finite", known)
+    real_PB = norm_PB.new_tensor([[sqnorms[leaf] for sqnorms in truth] for leaf in norms])
     # Rounding adds an error to the gradient, not to its square.
     eps_P1 = norm_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
     noise_PB = 32 * eps_P1 * real_PB.sum(0).sqrt() + LEAST
     error_PB, limit_PB = (norm_PB.sqrt() - real_PB.sqrt()).abs(), rtol * real_PB.sqrt()
     is_right_PB = error_PB <= limit_PB + noise_PB
-    wrong = dict(measured.lost)
+    wrong = dict(known)
     for p, leaf in enumerate(norms):
         if not bool(is_right_PB[p].all()):
             b = is_right_PB[p].tolist().index(False)
@@ -292,7 +350,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
         "",
         wrong,
         frozenset(leaf.name for leaf, is_silent in zip(norms, silent) if is_silent),
-        {leaf.name: sum(each[leaf] for each in truth) for leaf in truth[0]},
+        {leaf.name: sum(sqnorms[leaf] for sqnorms in truth) for leaf in truth[0]},
     )
 
 
@@ -313,136 +371,53 @@ def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
     """The parameters of which other samples of the whole batch have a norm in a loss of some
     samples alone, as the model is (in training mode where it trains), with the reason.
     """
-    order = range(max(trial.samples.n, len(trial.order)))  # of the whole batch
-    n = len(order)
-    half = random.Random(n).sample(order, n // 2)
+    n = max(trial.samples.n, len(trial.order))
+    half = random.Random(n).sample(range(n), n // 2)
     trial.followed.passes.begin_trial(n)
-    with trial.results(order) as (results, _):
-        weighed = _weights(results, places, n, half)
-        parts = [(results[w.number], w.weights) for w in weighed]
+    with trial.results(range(n)) as (results, _):
+        parts = []
+        for t, place in zip(results, places):
+            if isinstance(place, Layout) and t.requires_grad and place.fits(t.shape, n):
+                weights = torch.zeros_like(t, requires_grad=False)
+                for b in half:
+                    place.of_sample(weights, b, n).normal_()
+                parts.append((t, weights))
         norms = "" if trial.followed.structure.on_any(not parts) else trial.norms(parts, n)
-    return _others(norms, trial.failed, [b for b in order if b not in half])
+    return _mixed(norms, half) | trial.failed
 
 
-def _others(norms: Any, failed: dict[str, str], others: Sequence[int]) -> dict[str, str]:
-    """The parameters of which ``others`` have norms, samples that have no part in the loss."""
+def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str, str]:
+    """The parameters of which others than the ``chosen`` have norms, which alone have a loss."""
     if isinstance(norms, str):
-        return failed
-    meet = {
+        return {}
+    at = torch.tensor([*chosen], dtype=torch.int64)
+    return {
         leaf.name: MIXED
-        for leaf, each in norms.items()
-        if float(each[[*others]].sum()) > 1e-12 * float(each.sum())
+        for leaf, row in norms.items()
+        if float(row.index_fill(0, at.to(row.device), 0.0).sum()) > 1e-12 * float(row.sum())
     }
-    return meet | failed
 
 
-def prove_documents(
-    trial: Trial, documents: Documents, rows: Rows | None, places: Sequence[Place], rtol: float
-) -> tuple[Proof, Rows]:
-    """The proof of ``rows`` for packed documents, of which a few have a loss, beside the gradients
-    of the loss of each of them in the same batch; and the rows that it proves. None stands for rows
-    of a table that could not be learnt.
-
-    Raises:
-        ObservationError: if a loss of some documents gives others a gradient, since they attend to
-            each other.
-    """
-    followed, learned = trial.followed, () if rows is None else (rows,)
-    D = len(documents.starts) - 1
+def of_documents(trial: Trial, documents: Documents) -> Trial:
+    """The same for packed documents, of which a few are looked at."""
     full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
-    chosen = full[1::2][:3] or full[:1]
-    chosen = chosen[: shared(len(chosen), min, followed.structure.groups)]
-    others = [d for d in range(D) if d not in chosen]
-    values, every = [leaf.current for leaf in trial.leaves], range(trial.samples.n)
-    weighed: list[Weighed] = []
+    few = full[1::2][:3] or full[:1]
+    few = few[: shared(len(few), min, trial.followed.structure.groups)]
+    return trial._replace(order=few, documents=documents)
 
-    def measured() -> tuple[Measured, dict[str, str]]:
-        followed.passes.begin_trial(D, documents)
-        with trial.results(every) as (results, _):
-            if not weighed:
-                weighed.extend(_weights_of_documents(trial, results, documents, chosen, places))
-            parts = [_document(trial, results, documents, w, d) for w in weighed for d in chosen]
-            shown = not followed.structure.on_any(not parts)
-            norms = trial.norms(parts, D) if shown else NO_RESULT
-        attending = {} if isinstance(norms, str) else _others(norms, {}, others)
-        if not isinstance(norms, str):
-            norms = {leaf: each[chosen] for leaf, each in norms.items()}
-        return Measured(weighed, norms, trial.failed, False), attending
 
-    followed.learn(*learned)
-    first, attending = measured()
-    truth: list[dict[Leaf, float]] = []
-    for d in () if isinstance(first.norms, str) else chosen:
-        with followed.structure.bare(), trial.results(every) as (results, images):
-            parts = [_document(trial, results, documents, w, d) for w in weighed]
-            grads = gradients(parts, [*values, *images], keep=True)
-        sqnorms = [0.0 if g is None else _sqnorm(g) for g in grads]
-        truth.append(dict(zip(trial.leaves, sqnorms)))
-    known = first.norms if isinstance(first.norms, str) else truth
-    proof = judged(first, known, rtol)
-    names = {*proof.wrong, *attending} if rows is not None else set[str]()
-    turned = {name: tuple(map(interleaved, (rows or {}).get(name, ()))) for name in names}
-    turned = {name: new for name, new in turned.items() if new != (rows or {}).get(name)}
-    if rows is not None and followed.structure.on_any(bool(turned)):
-        followed.learn({**rows, **turned})
-        again, attending = measured()
-        second = judged(again, known, rtol)
-        right = names - second.wrong.keys() - attending.keys()
-        rows = {**rows, **{name: turned[name] for name in right & turned.keys()}}
-        wrong = {name: why for name, why in proof.wrong.items() if name not in right}
-        proof = proof._replace(wrong=wrong)
-        followed.learn(rows)
-    lost = {leaf.name for leaf in trial.leaves if leaf.left_out} | first.lost.keys()
-    for name in attending.keys() - lost:
+def refuse_attention(trial: Trial, proof: Proof) -> None:
+    """Raise if a loss of some documents gives others a gradient, since they attend to each
+    other.
+    """
+    out = {leaf.name for leaf in trial.leaves if leaf.left_out}
+    for name in {name for name, why in proof.wrong.items() if why == MIXED} - out:
         raise ObservationError(
-            f"{type(followed.structure.model).__name__}: the packed documents attend to each "
+            f"{type(trial.followed.structure.model).__name__}: the packed documents attend to each "
             f"other, as the gradients of {name} show. The attention mask must be block-diagonal: "
             "position_ids that begin again at 0 with every document for models of transformers, "
             "attn_mask [rows * heads, T, T] for torch.nn.MultiheadAttention."
         )
-    return proof, rows or {}
-
-
-def _weights_of_documents(
-    trial: Trial,
-    results: list[Tensor],
-    documents: Documents,
-    chosen: Sequence[int],
-    places: Sequence[Place],
-) -> list[Weighed]:
-    """The results that hold the tokens, with random weights for those of the ``chosen``
-    documents."""
-    weighed, rows = [], trial.samples.n
-    for number, (t, place) in enumerate(zip_longest(results, places, fillvalue=FIRST)):
-        if not (isinstance(t, Tensor) and t.requires_grad and isinstance(place, Layout)):
-            continue
-        t_NF = _tokens(t, place, rows, documents.tokens)
-        if t_NF is not None:
-            document_N = documents_of_rows(documents.starts.to(t.device), documents.tokens)
-            is_chosen_N = torch.isin(document_N, document_N.new_tensor([*chosen]))
-            weights = torch.randn_like(t_NF, requires_grad=False) * is_chosen_N[:, None]
-            weighed.append(Weighed(number, place, weights))
-    return weighed
-
-
-def _tokens(t: Tensor, place: Layout, rows: int, tokens: int) -> Tensor | None:
-    """A result [N, features] with the tokens of packed documents in order; None if it has
-    others."""
-    if rows > 1 and place.fits(t.shape, rows):
-        t = place.samples_first(t, rows)
-    holds = any(t.shape[:d].numel() == tokens for d in range(1, t.ndim + 1))
-    return t.reshape(tokens, -1) if holds else None
-
-
-def _document(
-    trial: Trial, results: list[Tensor], documents: Documents, weighed: Weighed, d: int
-) -> Weighted:
-    """The tokens of a document in a result, with their weights."""
-    t = results[weighed.number]
-    t_NF = _tokens(t, weighed.layout, trial.samples.n, documents.tokens)
-    assert t_NF is not None
-    start, end = (int(k) for k in documents.starts[d : d + 2])
-    return t_NF[start:end], weighed.weights[start:end]
 
 
 @contextmanager

@@ -11,6 +11,9 @@ from gnsfast.errors import SampleShapeError
 from gnsfast.following import Layout
 from gnsfast.tensors import map_tensors, tensors_of
 
+TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
+"""The line by which a user says where the samples are."""
+
 Take = Callable[[Any, list[int]], Any]
 """``take(batch, samples)`` is a batch of these samples, some of which may come twice."""
 
@@ -40,8 +43,7 @@ class Samples(NamedTuple):
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
                 "none of which has dimension 0 or 1 of that size. Check the number of samples. If "
-                "it is right, say how to cut samples out of a batch: gnsfast.learn(model, batch, "
-                "take=lambda batch, samples: ...)."
+                f"it is right, say how to cut samples out of a batch: {TAKE}."
             )
         return cls(batch, n, take, layouts)
 

@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,7 @@ class Table:
             route = " + ".join(self.routes.get(names[0], ())) or "-"
             proof = self.proofs[names[0]]
             lines.append((_title(names), f"{n:,}", route, self._places(names[0]), proof))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([*text, self.summary()])
+        return "\n".join([*aligned(lines), self.summary()])
 
     def summary(self) -> str:
         """How much is measured, and what is left out, why."""
@@ -177,6 +175,13 @@ class Table:
         return ", ".join(words) or "as in the call of its weight"
 
 
+def aligned(lines: Sequence[Sequence[str]], number: int = -1) -> list[str]:
+    """Lines of cells in columns, of which that of the ``number`` is aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    formats = [f"{'>' if k == number else '<'}{width}" for k, width in enumerate(widths)]
+    return ["  ".join(map(format, line, formats)).rstrip() for line in lines]
+
+
 def _words(row: Row) -> str:
     if row.chosen:
         return "chosen by the data"
@@ -203,7 +208,9 @@ def _title(names: list[str]) -> str:
 
 
 def _packed(row: Row) -> list[Any]:
-    places = [[p if isinstance(p, str | None) else [*p] for p in own] for own in row[1:3]]
+    places = [
+        [p if isinstance(p, str | None) else [*p] for p in places_of] for places_of in row[1:3]
+    ]
     return [row.name, *places, sorted(row.chosen), [*row.sizes]]
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from gnsfast.following import (
     CASTS,
@@ -26,16 +25,15 @@ from gnsfast.following import (
     Place,
     Row,
     expression_of,
-    is_transformed,
     mark_made,
     name_of,
     numbered,
     of_torch,
     owners_of,
     takes_functions,
-    unfollowed,
 )
 from gnsfast.tensors import tensors_of
+from gnsfast.torch_internals import is_transformed, pytree, unfollowed
 
 
 class Call(NamedTuple):
@@ -44,8 +42,8 @@ class Call(NamedTuple):
     ``arguments`` and ``results`` are the shapes of its tensors, None for parameters and for other
     values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
     parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
-    ``each``: an index has chosen its rows from so many rows of each sample, zero if from which is
-    not known; None if no index did. ``has_grad``: it was called in grad mode.
+    An index has chosen its rows from ``per_sample`` rows of each sample, zero if from which is not
+    known; None if no index did. ``has_grad``: it was called in grad mode.
     """
 
     name: str
@@ -54,7 +52,7 @@ class Call(NamedTuple):
     active: tuple[bool, ...]
     leaves: tuple[Leaf, ...]
     is_data: bool
-    each: int | None
+    per_sample: int | None
     has_grad: bool
 
 
@@ -91,7 +89,7 @@ class Traces(NamedTuple):
             kept = [(k, c) for k, c in enumerate(calls) if c.has_grad or not in_grad_mode]
             rows = [(_row(c, _like(others, k, c), self), _like(others, k, c)) for k, c in kept]
             chosen = {
-                name: frozenset(c.each for c in calls if c.name == name and c.each)
+                name: frozenset(c.per_sample for c in calls if c.name == name and c.per_sample)
                 for name in {call.name for call in calls}
             }
             table[leaf.name] = tuple(
@@ -105,20 +103,20 @@ class Traces(NamedTuple):
         made_with: dict[Leaf, set[Leaf]] = {}
         for leaf, calls in self.traces[0].items():
             for call in calls:
-                for each in call.leaves:
+                for taken in call.leaves:
                     if call.is_data:
-                        meets.setdefault(each, {})[call.name] = None
-                    elif each is not leaf:
-                        made_with.setdefault(leaf, set()).add(each)
+                        meets.setdefault(taken, {})[call.name] = None
+                    elif taken is not leaf:
+                        made_with.setdefault(leaf, set()).add(taken)
         for leaf in sorted(made_with, key=lambda leaf: leaf.index):
-            for each in made_with[leaf]:
-                meets.setdefault(each, {}).update(meets.get(leaf, {}))
+            for taken in made_with[leaf]:
+                meets.setdefault(taken, {}).update(meets.get(leaf, {}))
         return {leaf.name: tuple(names) for leaf, names in meets.items()}
 
     def calls(self) -> dict[str, list[frozenset[str]]]:
         """By the name of a parameter, all parameters of each call in which it meets the data."""
         calls: dict[str, list[frozenset[str]]] = {}
-        for call in (call for each in self.traces[0].values() for call in each if call.is_data):
+        for call in (c for leaf_calls in self.traces[0].values() for c in leaf_calls if c.is_data):
             names = frozenset(leaf.name for leaf in call.leaves)
             for name in names:
                 calls.setdefault(name, []).append(names)
@@ -147,16 +145,16 @@ def _places(
 ) -> tuple[list[Place | None], list[Place]]:
     """Where the samples lie in the arguments and in the results of a call."""
 
-    def each(shapes: Any, its: Any) -> list[Any]:
-        its = [*its, *[None] * (len(shapes) - len(its))]
-        return [None if a is None else place_of(a, b, n, m) for a, b in zip(shapes, its)]
+    def places(shapes: Any, others: Any) -> list[Any]:
+        others = [*others, *[None] * (len(shapes) - len(others))]
+        return [None if a is None else place_of(a, b, n, m) for a, b in zip(shapes, others)]
 
-    arguments = each(call.arguments, () if other is None else other.arguments)
-    results = each(call.results, () if other is None else other.results)
+    arguments = places(call.arguments, () if other is None else other.arguments)
+    results = places(call.results, () if other is None else other.results)
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
-    if call.each is not None:
+    if call.per_sample is not None:
 
         def chosen(places: list[Any]) -> list[Any]:
             return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
@@ -178,7 +176,9 @@ def _row(call: Call, other: Call | None, traces: Traces) -> Row:
 def _as_its_likes(row: Row, other: Call | None, rows: list[tuple[Row, Call | None]]) -> Row:
     """A call that one pass alone had, as a loop over samples has, is like all others of its
     name."""
-    likes = {like for like, its in rows if its is not None and like.name == row.name}
+    likes = {
+        like for like, counterpart in rows if counterpart is not None and like.name == row.name
+    }
     return likes.pop() if other is None and len(likes) == 1 else row
 
 
@@ -293,7 +293,7 @@ class Recorder(TorchFunctionMode):
         rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())
         x = next(rows, None) if is_data else None
         owners = None if x is None else owners_of(x, self.n)
-        calls.append(call._replace(is_data=is_data, each=owners and owners.each))
+        calls.append(call._replace(is_data=is_data, per_sample=owners and owners.per_sample))
         for t in () if is_data else results:
             if t.requires_grad and _leaf_of(t) is None:
                 t._gnsfast_made_of = leaf  # type: ignore[attr-defined]
@@ -310,8 +310,8 @@ class Recorder(TorchFunctionMode):
             return self.n in call.results[0]
         if casts and call.arguments[0] is None:
             return False
-        given = [shape for shape in call.arguments if shape]
-        return any(call.active) or any(self.n in s[:2] or s[0] % self.n == 0 for s in given)
+        shapes = [shape for shape in call.arguments if shape]
+        return any(call.active) or any(self.n in s[:2] or s[0] % self.n == 0 for s in shapes)
 
 
 def _leaf_of(t: Any) -> Leaf | None:

@@ -18,19 +18,10 @@ from torch import Tensor, nn
 import gnsfast
 
 
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.mix, self.down = (
-            nn.Linear(D, D),
-            nn.Conv1d(D, D, 3, padding=1),
-            nn.Linear(D, 2),
-        )
-
-    def forward(self, x_TBD: Tensor) -> Tensor:
-        x = torch.tanh(self.up(x_TBD)).permute(1, 2, 0)
-        y: Tensor = self.down(self.mix(x).permute(2, 0, 1))
-        return y
+def sequence_first(m: Any, x_TBD: Tensor) -> Tensor:
+    x = torch.tanh(m.up(x_TBD)).permute(1, 2, 0)
+    y: Tensor = m.down(m.mix(x).permute(2, 0, 1))
+    return y
 
 
 def functional_head() -> nn.Module:
@@ -45,32 +36,29 @@ class Offset(nn.Embedding):
         return super().forward(2 + torch.arange(ids_BT.shape[1]))
 
 
-class OffsetModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(11, D), Offset(2 + T, D)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        x: Tensor = self.tokens(ids_BT) * self.positions(ids_BT)
-        return x
+def offset_model() -> nn.Module:
+    of = lambda m, ids_BT: m.tokens(ids_BT) * m.positions(ids_BT)
+    return Made(of, tokens=nn.Embedding(11, D), positions=Offset(2 + T, D))
 
 
 @pytest.mark.parametrize("length", [T, B])
 @pytest.mark.parametrize(
     "make",
-    [NanoGPT, Flattened, lambda: Flattened(interleaved=True), functional_head, OffsetModel],
+    [NanoGPT, Flattened, lambda: Flattened(interleaved=True), functional_head, offset_model],
 )
 def test_where_samples_lie(make: Any, length: int) -> None:
     model = make().eval()
     assert_right(model, ids()[:, :length])
-    if not isinstance(model, OffsetModel):  # its table is as long as T
+    if make is not offset_model:  # its table is as long as T
         assert_right(model, torch.cat([ids(), ids()], 1)[:, : 2 * length])
     assert gnsfast.coverage(model).covered_fraction == 1
 
 
 @pytest.mark.parametrize("length", [T, B + 1])
 def test_sequence_first(length: int) -> None:
-    assert_right(SequenceFirst(), torch.randn(length, B, D), by_token, batch_dim=1)
+    conv = nn.Conv1d(D, D, 3, padding=1)
+    model = Made(sequence_first, up=nn.Linear(D, D), mix=conv, down=nn.Linear(D, 2))
+    assert_right(model, torch.randn(length, B, D), by_token, batch_dim=1)
 
 
 @pytest.mark.parametrize("how", ["tensor", "tuple", "dict"])
@@ -82,16 +70,6 @@ def test_kinds_of_batch(how: str) -> None:
     with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
         squares(model, x).backward()
     assert_norms(norms, loop_sqnorms(model, squares, x, B))
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(D, D), nn.Linear(D, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.up(x)))
-        return y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +95,15 @@ class Plain(dict[str, Tensor]):
     __getattr__ = dict.__getitem__
 
 
-class Batched(Heads):
-    def forward(self, batch: Any) -> Tensor:
-        return super().forward(batch.x) * batch.mask[..., None]
+def batched(m: Any, batch: Any) -> Tensor:
+    y: Tensor = m.head(torch.tanh(m.up(batch.x))) * batch.mask[..., None]
+    return y
 
 
 @pytest.mark.parametrize("kind", [Frozen, Named, Encoding, Plain, SimpleNamespace])
 def test_batches_that_are_one_object(kind: Callable[..., Any]) -> None:
-    model, x, mask_BT = Batched(), torch.randn(B, T, D), torch.rand(B, T)
+    model = Made(batched, up=nn.Linear(D, D), head=nn.Linear(D, 2))
+    x, mask_BT = torch.randn(B, T, D), torch.rand(B, T)
     batch = kind(x=x, mask=mask_BT)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         model(batch).square().sum().backward()

@@ -245,25 +245,15 @@ def test_channels_in_another_order() -> None:
         assert len(right_or_named(model, torch.randn(B, 3, 6, 6), B)) == 2
 
 
-class Sequences(nn.Module):
-    """Time first, as torch's recurrent layers are by default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer, self.head = nn.Embedding(9, D), nn.LSTM(D, D), linear()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.layer(self.table(ids))[0])
-        return y
-
-
 def time_first(m: Any, x: Any) -> Tensor:
     return per_sample(m(x).transpose(0, 1))
 
 
 def test_as_many_time_steps_as_sequences() -> None:
     """Samples are taken to come first, but they meet there."""
-    model, ids = Sequences(), torch.randint(0, 9, (4, 4))
+    parts = {"table": nn.Embedding(9, D), "layer": nn.LSTM(D, D), "head": linear()}
+    model = Made(lambda m, ids: m.head(m.layer(m.table(ids))[0]), **parts)
+    ids = torch.randint(0, 9, (4, 4))
     assert_refused(model, ids, 4, "take=", time_first)
     table = gnsfast.learn(model, ids, take=lambda ids, samples: ids[:, samples])
     for T in (5, 4, 3):
@@ -342,15 +332,9 @@ def test_real_and_made_samples_of_a_part(run: Model, T: int) -> None:
     assert [*map(len, over_batches(model, batches, 0, loss, table))] == [6, 6]
 
 
-class Scale(nn.Module):
-    """A gain that is one number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.gain).tanh()
+def gain() -> nn.Module:
+    """One number."""
+    return Made(lambda m, x: (x * m.gain).tanh(), gain=torch.tensor(1.5))
 
 
 def of_tokens(m: Any, x: Tensor) -> Tensor:
@@ -373,9 +357,9 @@ def of_more_features(m: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("scale", [Scale, nn.PReLU])
+@pytest.mark.parametrize("scale", [gain, nn.PReLU])
 @pytest.mark.parametrize("run", [of_tokens, of_some_tokens, of_features, of_more_features])
-def test_a_number_for_all_features_of_a_part(run: Model, scale: type[nn.Module]) -> None:
+def test_a_number_for_all_features_of_a_part(run: Model, scale: Callable[[], nn.Module]) -> None:
     """There are as many features as samples."""
     for T in (4, D):
         model = nn.ModuleDict({"a": linear(), "scale": scale()})

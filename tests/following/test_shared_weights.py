@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from made import Made
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -14,18 +15,11 @@ import gnsfast
 B, T, D = 4, 3, 5
 
 
-class Shared(nn.Module):
+def shared(first: nn.Module, second: nn.Module, joint: Callable[..., Tensor]) -> nn.Module:
     """Two modules with one weight, and a layer behind them."""
-
-    def __init__(self, first: nn.Module, second: nn.Module, joint: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.joint = first, second, joint
-        self.second.weight = self.first.weight
-        self.last = nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.joint(self.first, self.second, x))
-        return out
+    second.weight = first.weight
+    run = lambda m, x: m.last(joint(m.first, m.second, x))  # noqa: E731
+    return Made(run, first=first, second=second, last=nn.Linear(D, 3))
 
 
 def in_turn(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
@@ -66,7 +60,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_weights(name: str, compiled: bool) -> None:
     make, joint, shape = SHARED[name]
-    model, x = Shared(make(), make(), joint), torch.randn(shape)
+    model, x = shared(make(), make(), joint), torch.randn(shape)
     loop = loop_sqnorms(model, squares, x, B)
     run = torch.compile(model, backend="aot_eager") if compiled else model
     for _ in range(2):
@@ -78,7 +72,7 @@ def test_shared_weights(name: str, compiled: bool) -> None:
 
 def test_shared_weights_behind_dropout() -> None:
     """Each use has random numbers of its own."""
-    model, x = Shared(nn.Linear(D, D), nn.Linear(D, D), dropped), torch.randn(B, D)
+    model, x = shared(nn.Linear(D, D), nn.Linear(D, D), dropped), torch.randn(B, D)
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         state = torch.get_rng_state()
         squares(model, x).backward()

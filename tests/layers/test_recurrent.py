@@ -102,3 +102,17 @@ def test_dropout_between_its_layers_is_named() -> None:
     rows = {r.parameter: r.reason for r in gnsfast.coverage(model).rows}
     assert set(norms) == {"0.weight", "0.bias"}
     assert "lstm draws random numbers" in rows["1.weight_hh_l0"]
+
+
+def test_a_recurrent_layer_that_is_called_by_itself() -> None:
+    """No batch has shown where its samples are, and nothing is guessed."""
+    model, x = nn.ModuleDict({"rows": nn.LSTM(I, H)}), torch.randn(B + 2, B, I)
+    with pytest.raises(gnsfast.ObservationError, match=r"lstm \[\[.*run=step"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            model["rows"](x)[0].sum().backward()
+    run = lambda x: model["rows"](x)[0]  # noqa: E731
+    table = gnsfast.learn(model, x, run=run, num_samples=B)
+    with gnsfast.per_sample_sqnorms(model, B, table=table) as norms:
+        run(x).square().sum().backward()
+    loss = lambda m, x: m["rows"](x)[0].square().sum()  # noqa: E731
+    assert_norms(norms, loop_sqnorms(model, loss, x, B, batch_dim=1))

@@ -85,7 +85,7 @@ def test_arguments_of_a_call(bias: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(extension, "ELEMENTS", {torch.float32: "bfloat16"})
     monkeypatch.setattr(extension, "_module", lambda: SimpleNamespace(LinearWgrad=Recorded))
-    monkeypatch.setattr(extension, "_stream", lambda device: 77)
+    monkeypatch.setattr(extension, "cuda_stream", lambda device: 77)
     device = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     extension._planned.cache_clear()

@@ -133,10 +133,17 @@ def agreed(rank: int) -> None:
     assert all(r.static == r.parameter.startswith("own") for r in rows)
 
 
+def refused(rank: int) -> None:
+    """A batch without samples on one process is an error on both, which do not wait for it."""
+    _, model = sharded(False)
+    with pytest.raises(gnsfast.SampleShapeError, match=r"shape \[5, 3, 8\]"):
+        gnsfast.learn(model, torch.randn(4 + rank, 3, 8), num_samples=4)
+
+
 def test_two_processes() -> None:
     spawn(several)
 
 
 def several(rank: int) -> None:
     each(rank, [uneven, proven, before], (True,), (False,))
-    each(rank, [single, agreed, adapters])
+    each(rank, [single, agreed, adapters, refused])

@@ -226,6 +226,6 @@ def test_nothing_is_left_after_the_block(x: Tensor) -> None:
                 del other
                 raise KeyError
         assert seen() is None and also() is None
-        assert not any(leaf.found.parts for leaf in Followed.of(model).leaves)
+        assert not any(leaf.this_pass.parts for leaf in Followed.of(model).leaves)
     finally:
         gc.enable()

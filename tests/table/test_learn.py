@@ -228,3 +228,54 @@ def test_a_model_is_closed_when_it_cannot_be_opened(monkeypatch: pytest.MonkeyPa
             assert not Followed.of(model).is_open
             assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert len(right_or_named(model, x, 4)) == 4
+
+
+class InOrder(nn.Linear):
+    """Takes the longest sample first, as a packed sequence has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] < x[:, 0].max():
+            raise ValueError("lengths must be sorted")
+        return super().forward(x)
+
+
+def test_a_model_that_takes_samples_in_one_order() -> None:
+    x = torch.randn(4, D)
+    x[:, 0] = torch.tensor([4.0, 2.0, 3.0, 2.0])
+    with pytest.raises(gnsfast.ObservationError, match="in any order .*sorted.*take="):
+        gnsfast.learn(InOrder(D, D), x)
+
+
+@pytest.mark.parametrize("passes", range(7))
+@pytest.mark.parametrize("kind", [gnsfast.ObservationError, gnsfast.SampleShapeError])
+def test_an_error_of_gnsfast_is_shown_as_it_is(kind: type[Exception], passes: int) -> None:
+    """In whichever pass it is raised. One of the model's own is a reason why nothing is proven."""
+    model, left = nn.Sequential(linear()), [passes]
+
+    def run(x: Tensor) -> Any:
+        if not left[0]:
+            raise kind("a line to write")
+        left[0] -= 1
+        return model(x)
+
+    with pytest.raises(kind, match="^a line to write"):
+        gnsfast.learn(model, torch.randn(4, D), run=run)
+
+
+def test_documents_are_learnt() -> None:
+    """A table of packed documents serves blocks of others, without another look at the model."""
+    model = nn.Sequential(nn.Embedding(20, D), nn.GELU(), linear())
+    starts = torch.tensor([0, 4, 9, 15, 20], dtype=torch.int32)
+    table = gnsfast.learn(model, torch.randint(20, (2, 10)), cu_seqlens=starts)
+    assert table.has_documents and table.proofs.keys() == {"0.weight", "2.weight", "2.bias"}
+    calls: list[int] = []
+    model[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    ids, starts = torch.randint(20, (2, 8)), torch.tensor([0, 5, 16], dtype=torch.int32)
+    with gnsfast.per_sample_sqnorms(model, 2, table=table, cu_seqlens=starts) as norms:
+        model(ids).square().sum().backward()
+    assert calls == [1]
+    for b, document in enumerate(ids.flatten().split([5, 11])):
+        model.zero_grad()
+        model(document).square().sum().backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(norms[name][b], p.grad.square().sum())

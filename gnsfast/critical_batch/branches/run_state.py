@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from gnsfast.parallel import is_first, process_count
 from gnsfast.tensors import is_dtensor, local_part
+from gnsfast.torch_internals import pytree
 
 PARTS = ("model", "optimizer")
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
@@ -20,6 +19,7 @@ from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept, kept_chance
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import find_processes, fsdp_degrees, mean
+from gnsfast.torch_internals import pytree
 
 COMPARED = 4
 """So many micro-batches of an update are compared where the noise scale has other metrics."""
