@@ -30,6 +30,9 @@ takes_no_functions: Any = torch._C._disabled_torch_function_impl
 rebuilt_parameter: Any = torch._utils._rebuild_parameter
 """What a pickle of a parameter calls when it is loaded."""
 
+foreach_norm: Any = torch._foreach_norm
+"""The norms of many tensors, by few kernels."""
+
 unsafe_view: Any = torch.ops.aten._unsafe_view
 """A view that autograd takes for a new tensor, which may be written to."""
 

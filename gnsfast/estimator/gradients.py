@@ -11,6 +11,7 @@ from gnsfast import reference
 from gnsfast.errors import ObservationError
 from gnsfast.parallel import Processes, parameter_groups
 from gnsfast.tensors import is_dtensor, local_part
+from gnsfast.torch_internals import foreach_norm
 
 
 class Sqnorms(NamedTuple):
@@ -51,7 +52,7 @@ def grad_sqnorms(parameters: Sequence[Any], processes: Processes) -> Sqnorms:
             # On the CPU torch's own norm is 1e-3 low at 16.8M elements.
             norms = torch.stack([reference.sqnorm(g).double() for g in grads]).sqrt()
         else:
-            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+            norms = torch.stack(foreach_norm(grads, 2, dtype=torch.float32))
         found.indices.append(index)
         found.norms.append(norms)
         found.copies.append(shared)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnsfast.estimator.budget import Pace
 from gnsfast.estimator.numbers import Numbers
 from gnsfast.estimator.records import Update, Window
+from gnsfast.torch_internals import pytree
 
 MOST = 64
 """So many passes may wait for their arithmetic. After that it is done as soon as the device has

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnsfast.torch_internals import unsafe_view
+
 
 class _Beside(torch.autograd.Function):
     @staticmethod
@@ -29,7 +31,7 @@ def passed_on(y: Tensor) -> Tensor:
     in-place operations on a view that it returns.
     """
     if torch.compiler.is_compiling():
-        viewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        viewed: Tensor = unsafe_view(y, y.shape)
         return viewed
     return y.data
 

@@ -11,7 +11,6 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import LBFGS
-from torch.utils import _pytree as pytree
 
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
@@ -21,6 +20,7 @@ from gnsfast.integrations.needed import needed
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
 from gnsfast.table import NO_RESULT, Table, learn
+from gnsfast.torch_internals import pytree
 
 with needed(__name__, "Lightning", "lightning"):
     try:
