@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
-FILES = "arguments combinations counts eager errors interval kept signatures templates tensors"
+FILES = (
+    "arguments combinations counts eager errors guard interval kept signatures templates tensors"
+)
 FLOORS = (
     (*FILES.split(), "torch_internals"),
     ("reference", "parallel"),

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.budget import Budget, Pace
+from gnsfast.estimator.errors import Errors
 from gnsfast.estimator.largest import LargestSample
 from gnsfast.estimator.micro_batch_noise import trained
 from gnsfast.estimator.observer import Observer
@@ -24,6 +25,7 @@ from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.estimator.side import Block, Side
 from gnsfast.following import Followed, unwrapped
+from gnsfast.guard import Guard
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.probing import checks
 from gnsfast.table import Table
@@ -80,6 +82,11 @@ class GradientNoiseScale:
             their last bits. ``"torch"``: torch's own functions, so training is the same to the last
             bit. Measured updates then compute one more product for each weight, and write nothing.
 
+        on_error: what becomes of an error of gnsfast in an update. ``"raise"`` raises it.
+            ``"skip"`` logs it once, drops the update and goes on as plain torch, in the same step.
+            With ``gradients="torch"`` no bit of training then depends on gnsfast. Errors of your
+            own code are raised as ever.
+
     Each process must have whole samples, and processes average their gradients inside the block of
     the update, as DDP and FSDP2 do. At its end one small vector is summed over them. Tensor
     parallel layers (``parallelize_module``) need no setting, also under FSDP2. If |G|² is read from
@@ -121,6 +128,7 @@ class GradientNoiseScale:
         keep_largest: int = 0,
         unit: str = "sample",
         gradients: str = "fused",
+        on_error: str = "raise",
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
@@ -140,7 +148,9 @@ class GradientNoiseScale:
             keep_largest=keep_largest,
             unit=unit,
             gradients=gradients,
+            on_error=on_error,
         )
+        self._errors = Errors()
         if self._settings.by_gradients:
             trained(unwrapped(model))
         self.reset()
@@ -237,13 +247,14 @@ class GradientNoiseScale:
                 "end must come before optimizer.step()."
             )
         self._is_due, self._passes, pace = True, None if num_samples is None else 1, None
+        self._is_lost = False
         try:
             if num_samples is None:
                 yield
             else:
                 with self.microbatch(num_samples, **of_pass):
                     yield
-            if self._is_due:
+            if self._is_due or self._is_lost:
                 pace = self._finish()
                 self._budget.end(True)
                 self._budget.decide(self._seen, pace)
@@ -257,14 +268,40 @@ class GradientNoiseScale:
             self._is_due = None
 
     def _finish(self) -> Pace:
-        """End a measured update, and return the pace of all processes."""
-        if not self._start().agree():  # they have joined their tables in place of measuring
+        """End a measured update, and return the pace of all processes. Where an error drops it, the
+        others still need this process.
+        """
+        if not self._is_lost:
+            with self._kept_going():
+                return self._end()
+        with self._kept_going():
+            if self._observer is not None and self._observer.processes.world > 1:
+                return self._end(is_lost=True)
+        return Pace()
+
+    def _end(self, is_lost: bool = False) -> Pace:
+        observer = self._start()
+        if not observer.agree():  # they have joined their tables in place of measuring
             self._observer = None
             return Pace()
         observer = self._settle()
         observer.is_settled = True
+        pace = self._budget.here
+        update = observer.lose(pace) if is_lost else observer.finish(pace)
         self._measured += 1
-        return observer.ledger.add(observer.finish(self._budget.here))
+        return observer.ledger.add(update)
+
+    @contextmanager
+    def _kept_going(self) -> Iterator[None]:
+        """At an error of gnsfast drop the update under way, and raise it if that is asked for."""
+        try:
+            yield
+        except Exception as error:
+            self.discard()
+            if not self._settings.skips:
+                raise
+            self._is_lost = True
+            self._errors.add(error)
 
     def microbatch(
         self,
@@ -335,23 +372,30 @@ class GradientNoiseScale:
         scale: float | Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Iterator[None]:
-        observer = self._start()
-        if observer.is_open:
-            raise ObservationError(
-                "A micro-batch is already open, by another gns.microbatch block. Each micro-batch "
-                "takes one forward and one backward pass."
-            )
-        try:
+        with self._kept_going():
+            observer = self._start()
+            if observer.is_open:
+                raise ObservationError(
+                    "A micro-batch is already open, by another gns.microbatch block. Each "
+                    "micro-batch takes one forward and one backward pass."
+                )
             if not observer.midway:
                 observer.begin(self._measured, self._passes)
             observer.open(block, cu_seqlens)
-            yield
-            if observer.is_open:  # neither discard() nor reset() was called inside
-                observer.close(block.num_samples, tokens, scale)
+        guard = Guard()
+        try:
+            with guard if self._settings.skips else nullcontext():
+                yield
         except BaseException as error:
             self.discard()
             checks.explain_penalty(error)
             raise
+        if not self._is_due:  # an error, discard() or reset() has dropped the update
+            return
+        with self._kept_going():
+            if guard.error is not None:
+                raise guard.error
+            observer.close(block.num_samples, tokens, scale)
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window, with its 95 % interval. It waits for the device.
@@ -371,10 +415,23 @@ class GradientNoiseScale:
                 a weight was used outside of its module. The message names the module.
         """
         if self._observer is None or not self._observer.is_settled:
-            return NoiseScale(
-                **vars(NOT_MEASURED), drift=False, updates=0, skipped=0, samples=0, per_module={}
-            )
-        observer = self._observer
+            return self._not_measured()
+        try:
+            return self._computed(self._observer)
+        except Exception as error:
+            if not self._settings.skips:
+                raise
+            self._errors.add(error)
+            self._observer.forget()
+            return self._not_measured()
+
+    def _not_measured(self) -> NoiseScale:
+        """The result where there are no numbers."""
+        counts = dict.fromkeys(("updates", "skipped", "samples"), 0)
+        nothing: Any = {**vars(NOT_MEASURED), **counts, "drift": False, "per_module": {}}
+        return NoiseScale(**nothing, errors=self._errors.count)
+
+    def _computed(self, observer: Observer) -> NoiseScale:
         window, sides = self._window()
         observer.check()
         slab, fields = observer.slab, dict[str, Any]()
@@ -385,6 +442,7 @@ class GradientNoiseScale:
             fields |= side.fields(numbers, window, self.decay)
         fields |= {"covered": slab.covered, "left_out": tuple(slab.left_out)}
         fields |= {"every": self._budget.gap, "cost": self._budget.cost}
+        fields |= {"errors": self._errors.count}
         return replace(result, **fields)
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:

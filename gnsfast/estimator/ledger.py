@@ -60,6 +60,13 @@ class Ledger:
             self._take()
         return pace
 
+    def clear(self) -> None:
+        """Forget all updates and flags."""
+        self.settle()
+        self.ring.zero_()
+        self.flags.zero_()
+        self.count = 0
+
     def settle(self) -> None:
         """Do the arithmetic of all updates. This waits for the device."""
         self._take()

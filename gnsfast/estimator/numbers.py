@@ -53,7 +53,7 @@ class Numbers:
         """The numbers and the flags of U updates, and the pace [U, 2]. They do not depend on which
         updates are computed together.
         """
-        share = self._share_of(updates)
+        share = self._share_of(updates) if updates[0].passes else self._lost(updates)
         apart = torch.zeros_like(share.reach)
         if self.processes.world > 1:  # else it agrees with itself
             vector = self._share.joined(share)
@@ -74,6 +74,17 @@ class Numbers:
         )
         numbers = Window(share.p, share.q, share.scalars, share.sides)
         return self.window.joined(numbers), self.flags.joined(flags), share.pace
+
+    def _lost(self, updates: list[Update]) -> Share:
+        """The share in an update that an error has dropped here: nobody uses its numbers."""
+        widths = zip(Share._fields, self._share.widths)
+        shape = {
+            name: torch.zeros(1, width, dtype=torch.float64, device=self.device)
+            for name, width in widths
+        }
+        [update] = updates
+        pace = shape["pace"].new_tensor([update.pace]) / self.processes.world
+        return Share(**shape)._replace(p=torch.full_like(shape["p"], torch.nan), pace=pace)
 
     def _share_of(self, updates: list[Update]) -> Share:
         """This process's share. Calls cost more than arithmetic here, so there are few of them."""

@@ -130,7 +130,7 @@ class Observer:
         the first update ends. If not, they forget it and join their tables, so that all measure
         what one of them has proven and none disproved: another observer is to begin with these.
         """
-        if self._has_agreed or not self._passes:
+        if self._has_agreed:
             return True
         self._has_agreed, s = True, self.settings
         leaves = self.slab.followed.leaves
@@ -282,6 +282,10 @@ class Observer:
         self._arrived.stop()
         self.is_open = False
 
+    def lose(self, pace: Pace) -> Update:
+        """An update without numbers, in place of one that an error has dropped here."""
+        return Update([], None, None, None, {}, pace)
+
     def finish(self, pace: Pace) -> Update:
         """The update, on a process of this ``pace``. Its gradients are read now, before anybody
         clips or uses them.
@@ -323,6 +327,11 @@ class Observer:
             raise ObservationError(wrong)
         if flags.excess.any():
             raise ObservationError(checks.EXCESS)
+
+    def forget(self) -> None:
+        """Forget all updates, some of which were wrong."""
+        self.ledger.clear()
+        self.audit.clear()
 
 
 SLOTS = 32

@@ -118,8 +118,8 @@ class Columns(Generic[R]):
 
     def __init__(self, kind: type[R], **widths: int) -> None:
         fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-        self._kind, self._widths = kind, [widths.get(name, 1) for name in fields]
-        self.width = sum(self._widths)
+        self._kind, self.widths = kind, [widths.get(name, 1) for name in fields]
+        self.width = sum(self.widths)
 
     def joined(self, record: R) -> Tensor:
         """All columns of a record, [U, width]."""
@@ -127,4 +127,4 @@ class Columns(Generic[R]):
 
     def split(self, matrix: Tensor) -> R:
         """The reverse of ``joined``."""
-        return self._kind(*matrix.split(self._widths, 1))
+        return self._kind(*matrix.split(self.widths, 1))

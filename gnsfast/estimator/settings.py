@@ -29,6 +29,7 @@ class Settings:
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
     unit: str = "sample"
     gradients: str = "fused"  # who makes those of measured passes, kernels or "torch"
+    on_error: str = "raise"  # or "skip" the update
     clusters: bool = False  # whether each micro-batch says which samples belong together
 
     def __post_init__(self) -> None:
@@ -36,6 +37,7 @@ class Settings:
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
             raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
+        check_choice("on_error", self.on_error, ("raise", "skip"))
         check_choice("unit", self.unit, ("sample", "micro_batch"))
         of_samples = self.groups or self.clusters or self.keep_largest
         if self.by_gradients and (self.local or of_samples):
@@ -113,6 +115,11 @@ class Settings:
             "clusters": self.clusters,
             "largest": self.keep_largest > 0,
         }
+
+    @property
+    def skips(self) -> bool:
+        """Whether an error of gnsfast drops the update, and nothing else."""
+        return self.on_error == "skip"
 
     @property
     def local(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnsfast import guard
 from gnsfast.following.elementwise import assigned, broadcast
 from gnsfast.following.functions import (
     CASTS,
@@ -169,6 +170,26 @@ def detach(p: Any) -> bool:
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of ``func``, which takes a parameter or a tensor that was made of one."""
+    if torch.compiler.is_compiling() or not guard.is_open() or func in OPENED:
+        return followed(func, args, kwargs)
+    first: Any = args[0] if args else None
+    call = func, *(expression.leaves for t in args if (expression := expression_of(t)))
+    with unfollowed():
+        if guard.is_plain(call):
+            return func(*args, **kwargs)
+        before = first._version if isinstance(first, Tensor) else 0
+    try:
+        return followed(func, args, kwargs)
+    except Exception as error:
+        with unfollowed():
+            is_written = isinstance(first, Tensor) and first._version != before
+            y = first if is_written else func(*args, **kwargs)  # raises what is torch's own
+        guard.takes(error, call)
+        return y
+
+
+def followed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of ``func``, and what of its norms is measured in backward."""
     by_compiler = torch.compiler.is_compiling() and not compiling()
     if by_compiler or not torch.is_grad_enabled():
         with unfollowed():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gnsfast import guard
 from gnsfast.torch_internals import any_autocast, unfollowed
 
 
@@ -46,7 +47,8 @@ graphs_of_gradients = [0]
 def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass that computes in the dtypes that forward chose, even if the user calls it
     inside an autocast block. ``function`` takes the saved tensors before the gradients. It is not
-    seen by the class of a parameter that is followed. To differentiate its results is an error.
+    seen by the class of a parameter that is followed. To differentiate its results is an error. An
+    error that a guard takes leaves out the norms, where torch's own function gives the gradients.
     """
 
     @once_differentiable
@@ -56,6 +58,15 @@ def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         tensors = ctx.saved_tensors  # not below: a checkpoint runs its forward again here
+        try:
+            return outside_autocast(ctx, tensors, *grads)
+        except Exception as error:
+            plan = getattr(ctx, "plan", None)
+            if plan is None or not plan.norms_alone or not guard.takes(error):
+                raise
+            return (None,) * len(ctx.needs_input_grad)
+
+    def outside_autocast(ctx: Any, tensors: Any, *grads: Tensor | None) -> Any:
         with unfollowed():
             if not (torch.is_grad_enabled() or any_autocast()):
                 return function(ctx, tensors, *grads)  # to turn off what is off takes 2 µs

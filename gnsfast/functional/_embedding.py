@@ -35,7 +35,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(ids, *plan.tensors())
         padding = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         B, table = _samples(probe, plan), (w.shape[0], padding, w.dtype)
-        ctx.kept = plan.without_tensors(), B, table, wgrad, links[::3]
+        ctx.plan, ctx.kept = plan.without_tensors(), (B, table, wgrad, links[::3])
         shape = *ids.shape, w.shape[1]
         y = plan.output(w, shape, lambda: torch_embedding(ids, w, padding_idx))
         if not tied:
@@ -51,7 +51,7 @@ class _Embedding(torch.autograd.Function):
         ctx: Any, tensors: Any, dy: Tensor | None, *dlinks: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ids, *saved = tensors
-        plan, B, (V, padding_idx, dtype), wgrad, link_ids = ctx.kept
+        plan, (B, (V, padding_idx, dtype), wgrad, link_ids) = ctx.plan, ctx.kept
         plan = plan.restored(saved)
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either
             return (None,) * (6 + 3 * len(link_ids))

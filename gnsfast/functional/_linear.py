@@ -21,7 +21,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         need_w, need_b = ctx.needs_input_grad[1:3]
         plan.check("linear", probe, need_w + need_b, w, bool(links))
-        ctx.kept = plan.without_tensors(), plan.samples(probe), w.dtype, links[::3]
+        ctx.plan, ctx.kept = plan.without_tensors(), (plan.samples(probe), w.dtype, links[::3])
         shape = *x.shape[:-1], w.shape[1 if plan.transposed else 0]
         if not plan.norms_alone:
             w, b = cast_like(x, w, b)
@@ -38,8 +38,7 @@ class _Linear(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, *saved = tensors
-        plan, B, dtype, link_ids = ctx.kept
-        plan = plan.restored(saved)
+        plan, (B, dtype, link_ids) = ctx.plan.restored(saved), ctx.kept
         need_x, *need = ctx.needs_input_grad[:3]
         dx = dy @ (w.t() if plan.transposed else w) if need_x else None
         dy = plan.rows(dy, B)

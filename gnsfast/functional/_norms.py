@@ -37,14 +37,14 @@ class _Norm(torch.autograd.Function):
         else:
             y = torch_rms_norm(x, shape, w, eps)
         ctx.save_for_backward(x, w, b, mean, rstd, *plan.tensors())
-        ctx.kept = plan.without_tensors(), plan.samples(probe), len(shape), eps
+        ctx.plan, ctx.kept = plan.without_tensors(), (plan.samples(probe), len(shape), eps)
         return y
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b, mean, rstd, *saved = tensors
-        plan, B, dims, eps = ctx.kept
+        plan, (B, dims, eps) = ctx.plan, ctx.kept
         plan, need = plan.restored(saved), ctx.needs_input_grad[1:3]
         lists = [None if t is None else t.flatten(-dims) for t in (dy, x, mean, rstd, w, b)]
         rows: Any = [None if t is None else plan.rows(t, B) for t in lists[:4]]

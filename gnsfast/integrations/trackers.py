@@ -68,6 +68,7 @@ def metrics(
     - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
       ``batch/size`` is the mean number of samples in an update. One update in ``gns/every`` is
       measured, and ``gns/cost`` is the share of the time that this takes, with a ``budget``.
+      ``gns/errors`` counts the updates that errors have dropped, with ``on_error="skip"``.
 
     What is not measured is left out.
 
@@ -95,6 +96,7 @@ def metrics(
         "gns/largest": result.largest,
         "gns/every": result.every if result.cost == result.cost else None,
         "gns/cost": result.cost,
+        "gns/errors": result.errors or None,
         "batch/size": result.samples / result.updates if result.updates else None,
         "tokens": tokens,
         "batch/tokens": batch_tokens,

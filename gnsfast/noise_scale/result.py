@@ -301,6 +301,7 @@ class NoiseScale(ModuleNoiseScale):
             says so. All other fields take samples to be independent.
         every: one update in so many is measured by now.
         cost: the share of the time that measuring takes, with a ``budget``.
+        errors: how many updates an error of gnsfast has dropped, with ``on_error="skip"``.
     """
 
     drift: bool
@@ -321,6 +322,7 @@ class NoiseScale(ModuleNoiseScale):
     clusters: ClusterNoiseScale | None = None
     every: int = 1
     cost: float = math.nan
+    errors: int = 0
 
     @property
     def excess(self) -> tuple[float, float]:
@@ -373,6 +375,8 @@ class NoiseScale(ModuleNoiseScale):
             often = (
                 f"\nmeasured in 1 of {counted(self.every, 'update')}, {self.cost:.2%} of the time"
             )
+        if self.errors:
+            often += f"\n{counted(self.errors, 'update')} dropped by an error, which the log tells"
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gnsfast import reference
+from gnsfast import guard, reference
 from gnsfast.following import unfollowed
 from gnsfast.probing import checks
 from gnsfast.tensors import is_dtensor
@@ -45,8 +45,13 @@ def _arriving(
     to: "WeakMethod[Callable[[str, Tensor], object]]", name: str, grad: Tensor | None
 ) -> None:
     take = to()
-    if grad is not None and take is not None:  # the loss may use no part of the output
+    if grad is None or take is None:  # the loss may use no part of the output
+        return
+    try:
         take(name, grad.detach())
+    except Exception as error:
+        if not guard.takes(error):
+            raise
 
 
 class ArrivedNorms:
@@ -95,7 +100,13 @@ class Audit:
     def __init__(self, names: list[str], device: torch.device) -> None:
         self.names = names
         self._index = {name: k for k, name in enumerate(names)}
-        self._worst = torch.zeros(4, len(names), dtype=torch.float64, device=device)
+        self._device = device
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        shape = 4, len(self.names)
+        self._worst = torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def add(self, sums_A2K: Tensor, norms: Sequence[Mapping[str, list[Tensor]]]) -> None:
         """Add A passes. ``sums_A2K`` holds the sum of the samples' squared norms of each parameter,

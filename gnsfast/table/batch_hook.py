@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnsfast import guard
 from gnsfast.eager import EAGER
 from gnsfast.errors import SampleShapeError
 from gnsfast.following import Followed, Hook
@@ -57,9 +58,18 @@ class BatchHook:
             self._release()
 
     def _show(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        followed, documents = self._followed, self._documents
+        followed = self._followed
         if followed.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        try:
+            self._learn(module, args, kwargs)
+        except Exception as error:
+            self._handle.remove()
+            if not guard.takes(error):
+                raise
+
+    def _learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        followed, documents = self._followed, self._documents
         rows, batch = self._samples, (args, kwargs)
         name = type(followed.structure.model).__name__
         if documents is not None:
