@@ -51,8 +51,7 @@ class _ChannelNorm(torch.autograd.Function):
             found.append(_of_rows(wide * ctx.normalised(whole)))
         if need_b:
             found.append(_of_rows(wide))
-        grads: list[Tensor | None] = []
-        rows = []
+        grads, rows = [], []
         for k, g_NC in enumerate(found):
             own = plan.of(k)
             B, (N, C) = ctx.samples, g_NC.shape
@@ -61,9 +60,11 @@ class _ChannelNorm(torch.autograd.Function):
             _, grad, row, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
             rows.append(row)
-        each = iter(plan.gradients([True] * len(grads), *grads))
-        dw, db = (next(each) if need else None for need in (need_w, need_b))
-        dw, db = (g if g is None else g.to(dtype) for g, dtype in zip((dw, db), ctx.dtypes))
+        each = iter(grads)
+        dw, db = (
+            next(each).to(dtype) if need and not plan.norms_alone else None
+            for need, dtype in zip((need_w, need_b), ctx.dtypes)
+        )
         return dy, None, dw, db, torch.cat(rows), None, None
 
 
