@@ -69,8 +69,8 @@ class _Spread(torch.autograd.Function):
             if is_wanted([ctx.expression]):
                 leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
             rows = rows.new_zeros(ctx.shape)
-        [total] = plan.gradients([True], total.reshape(ctx.size))
-        return total, rows, None, None, None, None, None
+        de = None if plan.norms_alone else total.reshape(ctx.size)
+        return de, rows, None, None, None, None, None
 
 
 def of_samples(g: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:

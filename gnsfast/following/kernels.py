@@ -266,7 +266,7 @@ def _channels(
         return NotImplemented
     x, plan = use.data(x), use.plan
     fixed = (t if t is None else t.detach() for t in (weight, bias))
-    y = plan.output(x, x.shape, lambda: norm(*fixed))
+    y = functional.stand_in(x, *x.shape) if plan.norms_alone else norm(*fixed)
     operands = bare(weight), bare(bias), use.probe, plan
     return functional.channel_norm(y, x, *operands, normalised=normalised)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following.dispatch import attach, detach, prepare_compiler, release
+from gnsfast.following.dispatch import attach, detach, open_beside, prepare_compiler, release
 from gnsfast.following.leaf import Facts, Leaf, Row, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
@@ -102,6 +102,7 @@ class Followed:
         self.is_open = True
         self.passes.asked = Asked(samples, facts, documents, norms_alone)
         try:
+            open_beside[0] += norms_alone
             self.passes.begin(self.passes.asked)
             sharded = {id(record.sharded_param): record for record in structure.sharded()}
             for leaf in self.leaves:
@@ -133,6 +134,7 @@ class Followed:
             leaf.this_pass.links = ()
             leaf.twin = leaf.whole.twin = None
             leaf.this_pass.parts.clear()
+        open_beside[0] -= self.is_open and self.passes.asked.norms_alone
         self.is_open = False
 
 

@@ -94,7 +94,7 @@ class Passes:
         if some:
             some[0].lengths.pairs.clear()  # those of all leaves
         is_plain = leaves is None and documents is None and not facts
-        is_like = all(leaf.norms_alone is norms_alone for leaf in some[:1])
+        is_like = not some or some[0].norms_alone is norms_alone
         if not (is_plain and is_like and probes is self._bound):  # else it is like the pass before
             starts = None if documents is None else documents.starts
             for leaf in some:

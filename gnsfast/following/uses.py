@@ -25,6 +25,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
+from gnsfast.ops import norms_alone
 from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
 from gnsfast.torch_internals import any_autocast, in_backward
@@ -71,7 +72,7 @@ class Joining:
         is_plain = _is_plain(plan)
         joined = [e.is_joined for e in self.expressions]
         if is_plain and at_BS is None and not any(joined):
-            return plan.operate(operator, a)
+            return norms_alone(operator, a) if plan.norms_alone else operator(a)
         at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
         serves = is_plain or type(a) in BY_SAMPLE
         if serves:
@@ -214,7 +215,8 @@ class Use(NamedTuple):
         """``kernel(x)``, which sees packed documents in their order, and rows that the data have
         chosen by sample.
         """
-        x = self.data(x)
+        if self.plan.norms_alone:
+            x = x.detach()
         if isinstance(self.layout, Chosen):
             if not self.is_sorted:
                 return packed.run_padded(kernel, x, self.layout, self.leaf.samples)

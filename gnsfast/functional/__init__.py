@@ -15,6 +15,7 @@ from gnsfast.functional._autocast import backward_pass as backward_pass
 from gnsfast.functional._autocast import graphs_of_gradients as graphs_of_gradients
 from gnsfast.functional._beside import beside as beside
 from gnsfast.functional._beside import passed_on as passed_on
+from gnsfast.functional._beside import stand_in as stand_in
 from gnsfast.functional._bilinear import bilinear
 from gnsfast.functional._channel_norm import channel_norm
 from gnsfast.functional._conv import conv

@@ -12,6 +12,7 @@ from torch.nn.functional import bilinear as torch_bilinear
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional.plan import PLAIN, Plan
 
 
@@ -23,7 +24,10 @@ class _Bilinear(torch.autograd.Function):
         plan.check("bilinear", probe, sum(ctx.needs_input_grad[2:4]), w)
         ctx.save_for_backward(x, y, w, *plan.tensors())
         ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
-        z = plan.output(x, (*x.shape[:-1], len(w)), lambda: torch_bilinear(x, y, w, b))
+        if plan.norms_alone:
+            z = stand_in(x, *x.shape[:-1], len(w))
+        else:
+            z = torch_bilinear(x, y, w, b)
         if not torch.compiler.is_compiling() and z._is_view():  # see ``_linear.py``
             z = z.data
         return z

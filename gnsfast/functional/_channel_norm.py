@@ -52,8 +52,7 @@ class _ChannelNorm(torch.autograd.Function):
             grads_of.append(_of_rows(wide * ctx.normalised(whole)))
         if need_b:
             grads_of.append(_of_rows(wide))
-        grads: list[Tensor | None] = []
-        rows = []
+        grads, rows = [], []
         for k, g_NC in enumerate(grads_of):
             plan_k = plan.of(k)
             B, (N, C) = ctx.samples, g_NC.shape
@@ -62,9 +61,11 @@ class _ChannelNorm(torch.autograd.Function):
             _, grad, row, _ = plan_k.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
             rows.append(row)
-        iterator = iter(plan.gradients([True] * len(grads), *grads))
-        dw, db = (next(iterator) if need else None for need in (need_w, need_b))
-        dw, db = (g if g is None else g.to(dtype) for g, dtype in zip((dw, db), ctx.dtypes))
+        iterator = iter(grads)
+        dw, db = (
+            next(iterator).to(dtype) if need and not plan.norms_alone else None
+            for need, dtype in zip((need_w, need_b), ctx.dtypes)
+        )
         return dy, None, dw, db, torch.cat(rows), None, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gnsfast import ops
 from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import ConvWgrad
 
@@ -32,23 +33,16 @@ class _Conv(torch.autograd.Function):
         plan.check("conv", probe, sum(ctx.needs_input_grad[1:3]), w)
         ctx.parameter_dtype = w.dtype
         ctx.kernel = list(w.shape[2:])
-        if not plan.norms_alone:
+        y: Tensor
+        if plan.norms_alone:
+            y = stand_in(x, *_shape(x, w, geometry, output_padding))
+        else:
             w, b = cast_like(x, w, b)
+            y = _convolved(x, w, b, geometry, output_padding)
         ctx.save_for_backward(x, w if ctx.needs_input_grad[0] else None)
         ctx.samples, ctx.plan = plan.samples(probe), plan
         ctx.geometry, ctx.output_padding = geometry, output_padding
-        stride, padding, dilation, groups = geometry
-
-        def layer() -> Tensor:
-            y: Tensor
-            if output_padding is None:
-                y = CONVS[w.ndim - 3](x, w, b, *geometry)
-            else:
-                last = output_padding, groups, dilation
-                y = TRANSPOSED[w.ndim - 3](x, w, b, stride, padding, *last)
-            return y
-
-        return plan.output(x, _shape(x, w, geometry, output_padding), layer)
+        return y
 
     @staticmethod
     @backward_pass
@@ -72,8 +66,21 @@ class _Conv(torch.autograd.Function):
         return dx, *ctx.plan.gradients((need_w, need_b), dw, db), rows, *(None,) * 6
 
 
+def _convolved(
+    x: Tensor, w: Tensor, b: Tensor | None, geometry: Any, added: list[int] | None
+) -> Tensor:
+    """The output, of a transposed convolution if an output padding is ``added``."""
+    y: Tensor
+    if added is None:
+        y = CONVS[w.ndim - 3](x, w, b, *geometry)
+    else:
+        stride, padding, dilation, groups = geometry
+        y = TRANSPOSED[w.ndim - 3](x, w, b, stride, padding, added, groups, dilation)
+    return y
+
+
 def _shape(x: Tensor, w: Tensor, geometry: Any, added: list[int] | None) -> tuple[int, ...]:
-    """The shape of the output, of a transposed convolution if an output padding is ``added``."""
+    """The shape of the output."""
     stride, padding, dilation, groups = geometry
     reach = [d * (k - 1) for d, k in zip(dilation, w.shape[2:])]
     sizes = zip(x.shape[2:], stride, padding, reach)

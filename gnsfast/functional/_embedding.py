@@ -11,6 +11,7 @@ from torch.nn.functional import embedding as torch_embedding
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional._links import Link, add_cross_terms, embedding_rows, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.signatures import EmbeddingWgrad
@@ -36,8 +37,10 @@ class _Embedding(torch.autograd.Function):
         padding = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         B, table = _samples(probe, plan), (w.shape[0], padding, w.dtype)
         ctx.plan, ctx.kept = plan.without_tensors(), (B, table, wgrad, links[::3])
-        shape = *ids.shape, w.shape[1]
-        y = plan.output(w, shape, lambda: torch_embedding(ids, w, padding_idx))
+        if plan.norms_alone:
+            y = stand_in(w, *ids.shape, w.shape[1])
+        else:
+            y = torch_embedding(ids, w, padding_idx)
         if not tied:
             return (y,)
         B, T, D = samples_first(y, B, plan.batch_dim).shape
@@ -73,7 +76,8 @@ class _Embedding(torch.autograd.Function):
             if link_ids:
                 linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
                 to_links = link_grads(link_ids, linked, dw, *of_groups)
-        return None, *plan.gradients([True], dw), rows, *(None,) * 3, *to_links
+        dw = None if plan.norms_alone else dw
+        return None, dw, rows, *(None,) * 3, *to_links
 
 
 def _samples(probe: Tensor, plan: Plan) -> int:

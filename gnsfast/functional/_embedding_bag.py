@@ -13,6 +13,7 @@ from torch.nn.functional import embedding_bag as torch_embedding_bag
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import EmbeddingWgrad
 
@@ -32,10 +33,12 @@ class _EmbeddingBag(torch.autograd.Function):
         padding_idx: int | None,
     ) -> Tensor:
         plan.check("embedding_bag", probe, 1, w)
-        bags = len(ids) if offsets is None else len(offsets) - include_last_offset
-
-        def layer() -> Tensor:
-            y: Tensor = torch_embedding_bag(
+        y: Tensor
+        if plan.norms_alone:
+            bags = len(ids) if offsets is None else len(offsets) - include_last_offset
+            y = stand_in(w, bags, w.shape[1])
+        else:
+            y = torch_embedding_bag(
                 ids,
                 w,
                 offsets,
@@ -44,15 +47,12 @@ class _EmbeddingBag(torch.autograd.Function):
                 include_last_offset=include_last_offset,
                 padding_idx=padding_idx,
             )
-            return y
-
-        y = plan.output(w, (bags, w.shape[1]), layer)
         if offsets is not None and not include_last_offset:
             offsets = F.pad(offsets, (0, 1), value=len(ids))
         ctx.save_for_backward(ids, offsets, weights, w if ctx.needs_input_grad[3] else None)
         padding = -1 if padding_idx is None else padding_idx % max(len(w), 1)
         ctx.samples, ctx.mode, ctx.table = plan.samples(probe), mode, (len(w), padding, w.dtype)
-        ctx.plan = plan.without_tensors()
+        ctx.alone = plan.norms_alone
         return y
 
     @staticmethod
@@ -84,7 +84,8 @@ class _EmbeddingBag(torch.autograd.Function):
             starts_B1 = starts_G1[:: max(G // max(B, 1), 1)]
             a = EmbeddingWgrad(dy_ND, ids_N, *table, starts_B1)
         dw, rows = ops.embedding_wgrad(a)
-        return None, *ctx.plan.gradients([True], dw), None, dweights, rows, *(None,) * 4
+        dw = None if ctx.alone else dw
+        return None, dw, None, dweights, rows, *(None,) * 4
 
 
 def embedding_bag(

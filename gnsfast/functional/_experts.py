@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gnsfast import ops
 from gnsfast.functional._autocast import backward_pass, without_autocast
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional.plan import PLAIN, Plan
 
 
@@ -23,23 +24,20 @@ class _GroupedLinear(torch.autograd.Function):
         plan: Plan,
         dtype: torch.dtype,
     ) -> Tensor:
-        _, *need = ctx.needs_input_grad[:3]
+        need_x, *need = ctx.needs_input_grad[:3]
         starts = plan.starts
         assert starts is not None
         plan.check("experts", probe, sum(need))
         ctx.parameter_dtype, ctx.samples = w.dtype, plan.samples(probe)
+        ctx.plan = plan.without_tensors()
         if not plan.norms_alone:
             w, b = w.to(dtype), b if b is None else b.to(dtype)
-        w_for_dx = w if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(x if need[0] else None, w_for_dx, *plan.tensors())
-        ctx.plan = plan.without_tensors()
+        ctx.save_for_backward(x if need[0] else None, w if need_x else None, *plan.tensors())
         w_EIO = w if plan.transposed else w.mT
-
-        def layer() -> Tensor:
-            with without_autocast(x):
-                return _grouped_mm(x, w_EIO, b, starts, ctx.samples)
-
-        return plan.output(x, (len(x), w_EIO.shape[2]), layer)
+        if plan.norms_alone:
+            return stand_in(x, len(x), w_EIO.shape[2])
+        with without_autocast(x):
+            return _grouped_mm(x, w_EIO, b, starts, ctx.samples)
 
     @staticmethod
     @backward_pass

@@ -10,6 +10,7 @@ from torch.nn.functional import linear as torch_linear  # what replaces it there
 
 from gnsfast import ops
 from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
+from gnsfast.functional._beside import stand_in
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan
 
@@ -19,15 +20,15 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan, *links: Tensor
     ) -> Tensor:
-        need_w, need_b = ctx.needs_input_grad[1:3]
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
         plan.check("linear", probe, need_w + need_b, w, bool(links))
         ctx.plan, ctx.kept = plan.without_tensors(), (plan.samples(probe), w.dtype, links[::3])
-        shape = *x.shape[:-1], w.shape[1 if plan.transposed else 0]
-        if not plan.norms_alone:
+        if plan.norms_alone:
+            y = stand_in(x, *x.shape[:-1], w.shape[1 if plan.transposed else 0])
+        else:
             w, b = cast_like(x, w, b)
-        w_for_dx = w if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(x if need_w else None, w_for_dx, *plan.tensors())
-        y = plan.output(x, shape, lambda: torch_linear(x, w.t() if plan.transposed else w, b))
+            y = torch_linear(x, w.t() if plan.transposed else w, b)
+        ctx.save_for_backward(x if need_w else None, w if need_x else None, *plan.tensors())
         if not torch.compiler.is_compiling() and y._is_view():
             # With a bias torch returns a view. Autograd forbids in-place operations on a view that
             # a custom Function returns.

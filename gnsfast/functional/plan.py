@@ -137,15 +137,13 @@ class Plan(NamedTuple):
         """The plan of parameter number ``k`` alone."""
         return self._replace(uses=self.uses and self.uses.of(k))
 
-    def output(self, like: Tensor, shape: Sequence[int], layer: Callable[[], Tensor]) -> Tensor:
-        """The output of a ``layer``, or a stand-in of its ``shape``, with the dtype of ``like``."""
-        return like.new_zeros(()).expand(*shape) if self.norms_alone else layer()
-
-    def gradients(self, wanted: Sequence[bool], *grads: Tensor | None) -> Sequence[Tensor | None]:
-        """Those of the parameters that are ``wanted`` of the layer: none if torch gives them."""
+    def gradients(
+        self, wanted: Sequence[bool], dw: Tensor | None, db: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of weight and bias that are ``wanted`` of the layer: none if torch gives them."""
         if self.norms_alone:
-            return (None,) * len(grads)
-        return [g if want else None for g, want in zip(grads, wanted)]
+            return None, None
+        return dw if wanted[0] else None, db if wanted[1] else None
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
@@ -174,10 +172,6 @@ class Plan(NamedTuple):
         flags = weight, bias, self.transposed, dtype
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS)
 
-    def operate(self, operator: Operator, a: Any) -> tuple[Tensor, ...]:
-        """``operator(a)``, whose sums may be empty where torch gives the gradients."""
-        return norms_alone(operator, a) if self.norms_alone else operator(a)
-
     def run(
         self,
         operator: Operator,
@@ -193,7 +187,7 @@ class Plan(NamedTuple):
             joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
         if self.groups is None:
-            return self.operate(operator, a)
+            return norms_alone(operator, a) if self.norms_alone else operator(a)
         results = by_group(a, self.groups, wanted, at_BS)
         return results[:-1] if at_BS is None else results
 
