@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from gnsfast.arguments import integer
+from gnsfast.arguments import check_choice, integer
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.budget import Budget, Pace
 from gnsfast.estimator.errors import Errors
@@ -148,9 +148,9 @@ class GradientNoiseScale:
             keep_largest=keep_largest,
             unit=unit,
             gradients=gradients,
-            on_error=on_error,
         )
-        self._errors = Errors()
+        check_choice("on_error", on_error, ("raise", "skip"))
+        self._skips, self._errors = on_error == "skip", Errors()
         if self._settings.by_gradients:
             trained(unwrapped(model))
         self.reset()
@@ -298,7 +298,7 @@ class GradientNoiseScale:
             yield
         except Exception as error:
             self.discard()
-            if not self._settings.skips:
+            if not self._skips:
                 raise
             self._is_lost = True
             self._errors.add(error)
@@ -347,21 +347,12 @@ class GradientNoiseScale:
         """
         if self._is_due is False:
             return nullcontext()
-        block = Block(integer("num_samples", num_samples), self._seen, groups, ids, clusters)
-        loss_factors.check_factors(num_samples, tokens, scale)
-        if self._observer is None:  # the first micro-batch decides
-            self._settings = replace(self._settings, clusters=clusters is not None)
-        self._settings.check_block(tokens, cu_seqlens, groups, ids)
         if self._is_due is None:
             raise ObservationError(
                 "gns.microbatch is a pass of an update. Write with gns.update(): around all passes "
                 "of a step, or with gns.update(num_samples): around the only one."
             )
-        if self._settings.local and num_samples < 2:
-            raise ValueError(
-                "source='local' needs two samples in each micro-batch, because it measures each "
-                "one by itself. With one sample in a micro-batch use source='update'."
-            )
+        block = Block(num_samples, self._seen, groups, ids, clusters)
         return self._measured_pass(block, tokens, scale, cu_seqlens)
 
     @contextmanager
@@ -373,6 +364,10 @@ class GradientNoiseScale:
         cu_seqlens: Tensor | None,
     ) -> Iterator[None]:
         with self._kept_going():
+            loss_factors.check_factors(integer("num_samples", block.num_samples), tokens, scale)
+            if self._observer is None:  # the first micro-batch decides
+                self._settings = replace(self._settings, clusters=block.clusters is not None)
+            self._settings.check_block(block, tokens, cu_seqlens)
             observer = self._start()
             if observer.is_open:
                 raise ObservationError(
@@ -384,7 +379,7 @@ class GradientNoiseScale:
             observer.open(block, cu_seqlens)
         guard = Guard()
         try:
-            with guard if self._settings.skips else nullcontext():
+            with guard if self._skips else nullcontext():
                 yield
         except BaseException as error:
             self.discard()
@@ -419,7 +414,7 @@ class GradientNoiseScale:
         try:
             return self._computed(self._observer)
         except Exception as error:
-            if not self._settings.skips:
+            if not self._skips:
                 raise
             self._errors.add(error)
             self._observer.forget()

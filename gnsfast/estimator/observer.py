@@ -217,8 +217,8 @@ class Observer:
             documents = document_slots(cu_seqlens, block.num_samples, slots)
         block = block._replace(before=len(self._passes), slots=slots)
         facts = joined([side.open(block) for side in self.sides.values()])
+        self.is_open = True  # so that ``discard`` closes what an error leaves open
         self.slab.open(slots, documents, facts, self._learned)
-        self.is_open = True
         self._start_audit()
         for side in self.sides.values():
             side.start()  # after the audit, which leaves out parameters with hooks

@@ -29,7 +29,6 @@ class Settings:
     keep_largest: int = 0  # how many samples with the largest gradients are kept of each update
     unit: str = "sample"
     gradients: str = "fused"  # who makes those of measured passes, kernels or "torch"
-    on_error: str = "raise"  # or "skip" the update
     clusters: bool = False  # whether each micro-batch says which samples belong together
 
     def __post_init__(self) -> None:
@@ -37,7 +36,6 @@ class Settings:
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if not isinstance(self.keep_largest, int) or self.keep_largest < 0:
             raise ValueError(f"keep_largest must be a number of samples, not {self.keep_largest!r}")
-        check_choice("on_error", self.on_error, ("raise", "skip"))
         check_choice("unit", self.unit, ("sample", "micro_batch"))
         of_samples = self.groups or self.clusters or self.keep_largest
         if self.by_gradients and (self.local or of_samples):
@@ -66,9 +64,14 @@ class Settings:
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
 
-    def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, ids: Any) -> None:
+    def check_block(self, block: Any, tokens: Any, cu_seqlens: Any) -> None:
         """Raise if the arguments of a micro-batch do not go together."""
-        if ids is not None and not self.keep_largest:
+        if self.local and block.num_samples < 2:
+            raise ValueError(
+                "source='local' needs two samples in each micro-batch, because it measures each "
+                "one by itself. With one sample in a micro-batch use source='update'."
+            )
+        if block.ids is not None and not self.keep_largest:
             raise ValueError(
                 "ids name the samples that GradientNoiseScale(keep_largest=16) keeps, and this one "
                 "keeps none"
@@ -76,8 +79,8 @@ class Settings:
         if cu_seqlens is not None:
             refuse(self.features(documents=True))
         if tokens is not None and getattr(tokens, "ndim", 0) != 1:
-            if groups is not None or self.clusters:
-                kind = "groups" if groups is not None else "clusters"
+            if block.groups is not None or self.clusters:
+                kind = "groups" if block.groups is not None else "clusters"
                 raise ValueError(
                     f"With {kind}, tokens must be a tensor with one count for each sample."
                 )
@@ -115,11 +118,6 @@ class Settings:
             "clusters": self.clusters,
             "largest": self.keep_largest > 0,
         }
-
-    @property
-    def skips(self) -> bool:
-        """Whether an error of gnsfast drops the update, and nothing else."""
-        return self.on_error == "skip"
 
     @property
     def local(self) -> bool:

@@ -119,8 +119,7 @@ class Followed:
         self.close()
 
     def close(self) -> None:
-        """Make the model what it was."""
-        self.watcher = nobody
+        """Make the model what it was. What an error has left undone is done by the next call."""
         for gathered in self._gathered:
             gathered.remove()
         self._gathered.clear()
@@ -135,7 +134,7 @@ class Followed:
             leaf.twin = leaf.whole.twin = None
             leaf.this_pass.parts.clear()
         open_beside[0] -= self.is_open and self.passes.asked.norms_alone
-        self.is_open = False
+        self.is_open, self.watcher = False, nobody
 
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()

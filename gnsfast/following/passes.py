@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast import guard
 from gnsfast.following.leaf import NOTHING, Facts, Leaf, nobody
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
@@ -229,4 +230,8 @@ def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
 def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:
     open_passes = passes()
     if open_passes is not None and (watcher := open_passes._watcher()) is not None:
-        watcher.arrives()
+        try:
+            watcher.arrives()
+        except Exception as error:
+            if not guard.takes(error):
+                raise

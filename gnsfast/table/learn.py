@@ -372,10 +372,10 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
     passes, begun = followed.passes, [leaf for leaf in followed.leaves if leaf.this_pass.is_begun]
     kept = [(leaf, leaf.this_pass, leaf.twin, leaf.whole.twin) for leaf in begun]
     followed.is_learning = True
-    followed.structure.free_gathered()
-    for leaf in followed.leaves:
-        leaf.forget()
     try:
+        followed.structure.free_gathered()
+        for leaf in followed.leaves:
+            leaf.forget()
         # A checkpoint around the model must not count what is saved here. (A result that is saved
         # as it is would hold its graph, which would hold it.)
         saved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)

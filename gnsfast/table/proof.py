@@ -430,17 +430,19 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
         parts = [local_part(leaf.parameter).data for leaf in leaves]
         is_open = shared([bool(part.any()) for part in parts], _either, groups)
         closed = [k for k, opened in enumerate(is_open) if not opened]
-        for k in closed:
-            generator = torch.Generator("cpu").manual_seed(k)  # replicas of a part get its values
-            shape = parts[k].shape
-            value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            value = value.mul_(0.1).to(parts[k])
-            if is_dtensor(leaves[k].parameter):  # FSDP2 gathers the memory of the part
-                parts[k].copy_(value)
-            else:
-                leaves[k].parameter.data = value
-            _forget_twin(leaves[k])
     try:
+        with unfollowed(), torch.no_grad():
+            for k in closed:
+                # Replicas of a part get its values.
+                generator = torch.Generator("cpu").manual_seed(k)
+                shape = parts[k].shape
+                value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+                value = value.mul_(0.1).to(parts[k])
+                if is_dtensor(leaves[k].parameter):  # FSDP2 gathers the memory of the part
+                    parts[k].copy_(value)
+                else:
+                    leaves[k].parameter.data = value
+        _forget_twins(leaves)
         yield
     finally:
         with unfollowed(), torch.no_grad():
@@ -449,12 +451,13 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
                     parts[k].zero_()
                 else:
                     leaves[k].parameter.data = parts[k]
-                _forget_twin(leaves[k])
+        _forget_twins(leaves)
 
 
-def _forget_twin(leaf: Leaf) -> None:
-    """Forget the twin of a parameter, which has the memory that this had."""
-    leaf.twin = leaf.whole.twin = None
+def _forget_twins(leaves: Sequence[Leaf]) -> None:
+    """Forget the twins of parameters, which may have the memory that these had."""
+    for leaf in leaves:
+        leaf.twin = leaf.whole.twin = None
 
 
 def _either(a: list[bool], b: list[bool]) -> list[bool]:
