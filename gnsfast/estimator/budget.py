@@ -108,6 +108,10 @@ class Budget:
                 self.gap, self._apart = max(self.gap, APART), AGAIN
         self.next = update + self.gap
 
+    def wait(self, errors: int) -> None:
+        """Measure later, after so many errors in a row: they cost time too."""
+        self.next += 2 ** min(errors, 10) - 2
+
     def state(self) -> dict[str, Any]:
         """What goes on in another run."""
         known = [] if math.isnan(self.pace.ratio) else [*self.pace]

@@ -14,12 +14,13 @@ class Errors:
     """Counts the updates that errors of gnsfast have dropped, and logs each kind of error once."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.in_a_row = 0
         self._told: set[str] = set()
 
     def add(self, error: Exception) -> None:
         """Note an error that has dropped an update."""
         self.count += 1
+        self.in_a_row += 1
         kind = re.sub(r"\d+", "0", f"{type(error).__name__}: {error}")
         if kind in self._told or len(self._told) >= MOST:
             return

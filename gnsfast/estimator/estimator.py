@@ -258,6 +258,9 @@ class GradientNoiseScale:
                 pace = self._finish()
                 self._budget.end(True)
                 self._budget.decide(self._seen, pace)
+                if self._is_lost and not self._is_distributed:
+                    self._budget.wait(self._errors.in_a_row)
+                self._errors.in_a_row *= self._is_lost
                 self._seen += 1
         except BaseException:
             self.discard()
@@ -272,12 +275,17 @@ class GradientNoiseScale:
         others still need this process.
         """
         if not self._is_lost:
-            with self._kept_going():
+            with self.dropping_errors():
                 return self._end()
-        with self._kept_going():
-            if self._observer is not None and self._observer.processes.world > 1:
+        with self.dropping_errors():
+            if self._is_distributed:
                 return self._end(is_lost=True)
         return Pace()
+
+    @property
+    def _is_distributed(self) -> bool:
+        """Whether other processes measure the same updates."""
+        return self._observer is not None and self._observer.processes.world > 1
 
     def _end(self, is_lost: bool = False) -> Pace:
         observer = self._start()
@@ -292,8 +300,10 @@ class GradientNoiseScale:
         return observer.ledger.add(update)
 
     @contextmanager
-    def _kept_going(self) -> Iterator[None]:
-        """At an error of gnsfast drop the update under way, and raise it if that is asked for."""
+    def dropping_errors(self) -> Iterator[None]:
+        """Let an error inside this block drop the update under way, as ``on_error`` says. It is for
+        code that only prepares a measurement, such as that of a callback.
+        """
         try:
             yield
         except Exception as error:
@@ -363,7 +373,7 @@ class GradientNoiseScale:
         scale: float | Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Iterator[None]:
-        with self._kept_going():
+        with self.dropping_errors():
             loss_factors.check_factors(integer("num_samples", block.num_samples), tokens, scale)
             if self._observer is None:  # the first micro-batch decides
                 self._settings = replace(self._settings, clusters=block.clusters is not None)
@@ -387,7 +397,7 @@ class GradientNoiseScale:
             raise
         if not self._is_due:  # an error, discard() or reset() has dropped the update
             return
-        with self._kept_going():
+        with self.dropping_errors():
             if guard.error is not None:
                 raise guard.error
             observer.close(block.num_samples, tokens, scale)

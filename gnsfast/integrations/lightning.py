@@ -4,7 +4,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -63,6 +63,11 @@ class GNSMonitor(Measuring, Callback):
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process. The caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+        budget: the largest share of the time that measuring may take, as for
+            ``GradientNoiseScale``. None measures each update.
+        gradients: as there. ``"torch"`` leaves training the same to the last bit; ``"fused"`` costs
+            less.
+        on_error: as there. ``"skip"`` logs an error of gnsfast and goes on training.
         metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``. All three need
             ``accumulate_grad_batches`` of 2 or more, or several processes.
@@ -107,6 +112,9 @@ class GNSMonitor(Measuring, Callback):
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
+        budget: float | None = 0.02,
+        gradients: str = "torch",
+        on_error: str = "skip",
         metric: str | Sequence[str] | None = None,
         keep_largest: int = 0,
         ids: str | int | Callable[[Any], Any] | None = None,
@@ -115,6 +123,8 @@ class GNSMonitor(Measuring, Callback):
     ) -> None:
         names = {"loss_reduction": loss_reduction, "source": source, "table": table}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
+        names |= {"gradients": gradients, "on_error": on_error}
+        numbers["budget"] = budget
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.batch_size, self.tokens = batch_size, tokens
         self._saved: dict[str, Any] | None = None
@@ -144,7 +154,6 @@ class GNSMonitor(Measuring, Callback):
     ) -> None:
         assert self.gns is not None
         self._updated = False
-        self._look(batch)
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             if self._update is not None:  # an on_train_batch_start ended the last epoch early by -1
@@ -153,12 +162,15 @@ class GNSMonitor(Measuring, Callback):
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         if self._given_up:
             return
-        n = self.samples(batch)
-        self._learn(trainer, pl_module, batch, batch_idx, n)
-        tokens = None if self.tokens is None else self.tokens(batch)
-        told = dict(tokens=tokens, scale=1 / accumulated, ids=self._ids_of(batch))
         self._begin_update()
-        block = self.gns.microbatch(n, **told)
+        block: AbstractContextManager[None] = nullcontext()
+        with self._dropping_errors():
+            self._look(batch)
+            n = self.samples(batch)
+            self._learn(trainer, pl_module, batch, batch_idx, n)
+            tokens = None if self.tokens is None else self.tokens(batch)
+            told = dict(tokens=tokens, scale=1 / accumulated, ids=self._ids_of(batch))
+            block = self.gns.microbatch(n, **told)
         block.__enter__()
         self._block = block
 
@@ -167,10 +179,11 @@ class GNSMonitor(Measuring, Callback):
         if block is not None:
             block.__exit__(None, None, None)
         elif not self._given_up:
-            raise ObservationError(
-                "GNSMonitor: one batch had two backward passes. Use an optimizer that calls its "
-                "closure once per step"
-            )
+            with self._dropping_errors():
+                raise ObservationError(
+                    "GNSMonitor: one batch had two backward passes. Use an optimizer that calls "
+                    "its closure once per step"
+                )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self.gns is not None

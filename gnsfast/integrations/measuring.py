@@ -96,7 +96,8 @@ class Flags:
 class Measuring:
     """Makes the estimator when training starts, and the numbers of each log.
 
-    Its arguments are those of both callbacks; ``options`` are those of ``GradientNoiseScale``.
+    Its arguments are those of both callbacks; ``options`` are those of ``GradientNoiseScale``. No
+    error of gnsfast ends a run, unless ``on_error="raise"`` asks for it.
 
     Raises:
         ValueError: for ``ids`` where no samples are kept that they would name.
@@ -157,6 +158,11 @@ class Measuring:
         assert update is not None
         update.__exit__(None, None, None)
 
+    def _dropping_errors(self) -> AbstractContextManager[None]:
+        """Around code that only prepares or shows a measurement."""
+        assert self.gns is not None
+        return self.gns.dropping_errors()
+
     def _load(self, state: dict[str, Any]) -> None:
         """Continue the measurements of a checkpoint, which says whose largest samples its run has
         logged.
@@ -193,12 +199,14 @@ class Measuring:
         Args:
             first: this is the process that writes.
         """
-        result, also = self.compute(), self.also()
-        found = metrics(result, tokens=tokens, per_module=self.per_module)
-        found |= self._flags.metrics(result, also, log=first) | also
-        largest = self._newly_largest()
-        if self.tracker is not None and first:
-            self.tracker.log({**tracked, **found}, step)
-            if largest and (record := getattr(self.tracker, "record", None)) is not None:
-                record(largest_samples(largest, step))
-        return found
+        numbers: dict[str, float] = {}
+        with self._dropping_errors():
+            result, also = self.compute(), self.also()
+            numbers |= metrics(result, tokens=tokens, per_module=self.per_module)
+            numbers |= self._flags.metrics(result, also, log=first) | also
+            largest = self._newly_largest()
+            if self.tracker is not None and first:
+                self.tracker.log({**tracked, **numbers}, step)
+                if largest and (record := getattr(self.tracker, "record", None)) is not None:
+                    record(largest_samples(largest, step))
+        return numbers

@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ class GNSCallback(Measuring, TrainerCallback):
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process. The caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+        budget: the largest share of the time that measuring may take, as for
+            ``GradientNoiseScale``. None measures each update.
+        gradients: as there. ``"torch"`` leaves training the same to the last bit; ``"fused"`` costs
+            less.
+        on_error: as there. ``"skip"`` logs an error of gnsfast and goes on training.
         metric: as there. GNSCallback passes Trainer's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``. All three need
             ``gradient_accumulation_steps`` of 2 or more, or several processes. ``"sign"`` and
@@ -123,6 +128,9 @@ class GNSCallback(Measuring, TrainerCallback):
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
+        budget: float | None = 0.02,
+        gradients: str = "torch",
+        on_error: str = "skip",
         metric: str | Sequence[str] | None = None,
         keep_largest: int = 0,
         ids: str | None = None,
@@ -133,6 +141,8 @@ class GNSCallback(Measuring, TrainerCallback):
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
         names = {"loss_reduction": "sum", "source": source, "table": table}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
+        names |= {"gradients": gradients, "on_error": on_error}
+        numbers["budget"] = budget
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
         self.loss = loss
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
@@ -167,7 +177,7 @@ class GNSCallback(Measuring, TrainerCallback):
         self._flags.check_run(identity(trainer), others, log=first)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         self._start(trainer.model, own, trainer.accelerator.scaler)
-        self._saver = SavedMeasurements(self._state, trainer)
+        self._saver = SavedMeasurements(self._state, self._dropping_errors, trainer)
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._trainer = trainer
@@ -201,10 +211,33 @@ class GNSCallback(Measuring, TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
         assert self.gns is not None
-        ids = None if self.ids is None else names_of(self._trainer, inputs, self.ids)
         if self.first is not None:
             self.first(inputs, args[0] if args else kwargs.get("num_items_in_batch"))
             self.first = None
+        self._saver.midway = True
+        self._begin_update()
+        with self._dropping_errors():
+            self._pass = self._described(inputs)
+        with self._measured_pass(self._pass) as this:
+            try:
+                loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
+            finally:
+                self._pass = None
+            with self._dropping_errors():
+                if this is not None and (this.losses != 1 or this.known > this.weighed):
+                    raise ObservationError(
+                        f"GNSCallback: training_step called compute_loss {this.losses} times and "
+                        f"{'' if this.weighed else 'never '}called backward on its result. It must "
+                        "call each once. For another Trainer, use gnsfast.GradientNoiseScale"
+                    )
+        if self._trainer.accelerator.sync_gradients:
+            self._end_update()
+            self._saver.midway = False
+        return loss
+
+    def _described(self, inputs: Any) -> "_Pass":
+        """What is known of a micro-batch before it runs."""
+        ids = None if self.ids is None else names_of(self._trainer, inputs, self.ids)
         starts, device = document_starts(inputs), self._trainer.args.device
         n = batch_size(inputs) if starts is None else len(starts) - 1
         if ids is not None and starts is not None and len(ids) != n:
@@ -214,60 +247,68 @@ class GNSCallback(Measuring, TrainerCallback):
                 "update, process, micro-batch and place among the documents"
             )
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
+        return _Pass(n, unknown[:n], unknown[n], starts, ids)
+
+    @contextmanager
+    def _measured_pass(self, this: "_Pass | None") -> Iterator["_Pass | None"]:
+        """The block of a micro-batch. It is plain torch where nothing is known of it."""
+        assert self.gns is not None
+        if this is None:
+            yield None
+            return
         samples = self._rule is not None and self._rule.loss == "samples"
-        this = self._pass = _Pass(n, unknown[:n], unknown[n], starts)
-        self._saver.midway = True
-        told = dict(tokens=None if samples else this.counts_B, scale=this.scale)
-        self._begin_update()
-        with self.gns.microbatch(n, cu_seqlens=starts, ids=ids, **told):
-            try:
-                loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
-            finally:
-                self._pass = None
-            if this.losses != 1 or not this.weighed:
-                raise ObservationError(
-                    f"GNSCallback: training_step called compute_loss {this.losses} times and "
-                    f"{'' if this.weighed else 'never '}called backward on its result. It must "
-                    "call each once. For another Trainer, use gnsfast.GradientNoiseScale"
-                )
-        if self._trainer.accelerator.sync_gradients:
-            self._end_update()
-            self._saver.midway = False
-        return loss
+        told: Any = dict(tokens=None if samples else this.counts_B, scale=this.scale)
+        with self.gns.microbatch(this.num_samples, cu_seqlens=this.starts, ids=this.ids, **told):
+            yield this
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         original, this, trainer = self._wrapped["compute_loss"], self._pass, self._trainer
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
-        self._look(inputs)
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
-        num_items_in_batch = given.get("num_items_in_batch")
-        copies = self._copies(num_items_in_batch)
-        if self._search is not None and self._search.due:
-            loss, outputs = _with_outputs(trainer, original, model, inputs, given)
-            result = (loss, outputs) if given.get("return_outputs") else loss
-            smoother = trainer.label_smoother
-            self._rule = self._search.compare(
-                loss.detach() / copies,
-                outputs,
-                kept,
-                num_items_in_batch,
-                smoothing=0.0 if smoother is None else smoother.epsilon,
-                first="causal" if getattr(trainer, "_loss_shifts_labels", True) else "tokens",
-            )
+        searches = self._search is not None and self._search.due
+        if searches and takes_outputs(original):
+            result = original(model, inputs, **{**given, "return_outputs": True})
         else:
             result = original(model, inputs, *args, **kwargs)
-            loss = result[0] if isinstance(result, tuple) else result
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        loss = result[0] if isinstance(result, tuple) else result
+        items = given.get("num_items_in_batch")
+        with self._dropping_errors():
+            self._look(inputs)
+            if searches:
+                if not is_pair:
+                    raise ValueError(NO_OUTPUTS.format(type(trainer).__name__))
+                self._find_rule(loss, result[1], kept, items)
+            self._weigh(this, loss, kept, items)
+            this.known = True
+        return loss if searches and is_pair and not given.get("return_outputs") else result
+
+    def _find_rule(self, loss: Tensor, outputs: Any, inputs: Any, items: Any) -> None:
+        """Find out what a loss is a mean over."""
+        assert self._search is not None
+        smoother = self._trainer.label_smoother
+        self._rule = self._search.compare(
+            loss.detach() / self._copies(items),
+            outputs,
+            inputs,
+            items,
+            smoothing=0.0 if smoother is None else smoother.epsilon,
+            first="causal" if getattr(self._trainer, "_loss_shifts_labels", True) else "tokens",
+        )
+
+    def _weigh(self, this: "_Pass", loss: Tensor, inputs: Any, num_items_in_batch: Any) -> None:
+        """Note the tokens of the samples, and in backward the factor of the loss."""
         assert self._rule is not None
         each: Tensor | float = 1.0 / this.num_samples
         if self._rule.loss != "samples":
-            this.counts_B.copy_(self._rule.counts(kept, this.starts))
+            this.counts_B.copy_(self._rule.counts(inputs, this.starts))
             items = num_items_in_batch if self._rule.items else None
             total = this.counts_B.sum() if items is None else items
             each = 1.0 / torch.as_tensor(total, dtype=torch.float64, device=this.scale.device)
-        scaler = trainer.accelerator.scaler
+        scaler, copies = self._trainer.accelerator.scaler, self._copies(num_items_in_batch)
 
         def weigh(grad: Tensor) -> None:
             factor = grad.detach().double().reshape(())
@@ -277,7 +318,6 @@ class GNSCallback(Measuring, TrainerCallback):
             this.weighed = True
 
         loss.register_hook(weigh)
-        return result
 
     def _copies(self, num_items_in_batch: Any) -> int:
         """Trainer's factor for a loss that is divided by the items of all processes."""
@@ -307,7 +347,9 @@ class _Pass:
     counts_B: Tensor
     scale: Tensor
     starts: Tensor | None
+    ids: Any = None
     losses: int = 0
+    known: bool = False
     weighed: bool = False
 
 
@@ -359,22 +401,18 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         raise NotImplementedError(f"GNSCallback does not support {reason}")
 
 
-def _with_outputs(
-    trainer: Any, compute_loss: Callable[..., Any], model: Any, inputs: Any, given: dict[str, Any]
-) -> tuple[Tensor, Any]:
-    """The loss and the model's outputs."""
+def takes_outputs(compute_loss: Callable[..., Any]) -> bool:
+    """Whether a ``compute_loss`` may return the model's outputs too."""
     names = inspect.signature(compute_loss).parameters
-    open_ended = any(p.kind == p.VAR_KEYWORD for p in names.values())
-    if "return_outputs" in names or open_ended:
-        result = compute_loss(model, inputs, **{**given, "return_outputs": True})
-        if isinstance(result, tuple) and len(result) == 2:
-            return result
-    raise ValueError(
-        f"GNSCallback: compute_loss of {type(trainer).__name__} does not return (loss, outputs) "
-        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Return "
-        "both, or pass GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or "
-        "loss='causal' for a sum over labels divided by num_items_in_batch"
-    )
+    return "return_outputs" in names or any(p.kind == p.VAR_KEYWORD for p in names.values())
+
+
+NO_OUTPUTS = (
+    "GNSCallback: compute_loss of {} does not return (loss, outputs) for return_outputs=True, so "
+    "loss='auto' cannot tell what its loss is a mean over. Return both, or pass "
+    "GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or loss='causal' for a "
+    "sum over labels divided by num_items_in_batch"
+)
 
 
 class SavedMeasurements(TrainerCallback, ExportableState):
@@ -385,14 +423,23 @@ class SavedMeasurements(TrainerCallback, ExportableState):
     state of sharded parameters needs it.
     """
 
-    def __init__(self, measured: Callable[[], dict[str, Any]], trainer: Any) -> None:
-        self._measured, self._trainer = measured, trainer
+    def __init__(
+        self,
+        measured: Callable[[], dict[str, Any]],
+        dropping_errors: Callable[[], AbstractContextManager[None]],
+        trainer: Any,
+    ) -> None:
+        self._measured, self._dropping_errors, self._trainer = measured, dropping_errors, trainer
         self.midway = False  # also what a train() that raised has left
 
     def state(self) -> dict[str, Any]:
         return {} if self.midway else {"args": {}, "attributes": {"file": FILE}}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._dropping_errors():
+            self._save(args, state)
+
+    def _save(self, args: Any, state: Any) -> None:
         if self.midway:
             return
         found = self._measured()
