@@ -17,6 +17,9 @@ import gnsfast
 
 I, N = 6, 8
 
+ALWAYS: dict[str, Any] = {"budget": None, "gradients": "fused", "on_error": "raise"}
+"""Of a callback that measures each update, as ``GradientNoiseScale`` does."""
+
 
 def make() -> nn.Module:
     torch.manual_seed(1)

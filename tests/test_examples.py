@@ -144,10 +144,10 @@ def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said = run("trainer.py", "--steps", 10, "--out", tmp_path, "--report-to", "tensorboard")
-    assert "10 updates (320 samples)" in said
+    assert "4 updates (128 samples)" in said
     [file] = tmp_path.glob("**/events.out.*")
     events = EventAccumulator(str(file)).Reload()
-    [names] = [n for n in events.Tags()["scalars"] if n.endswith("gns/b_simple")]
+    [names] = [n for n in events.Tags()["scalars"] if n.endswith("gns/b_simple_lo")]
     [tokens] = [n for n in events.Tags()["scalars"] if n.endswith("/tokens")]
     assert [e.step for e in events.Scalars(names)] == [10]
     assert [e.value for e in events.Scalars(tokens)] == [10 * 2 * 16 * 64]
@@ -155,6 +155,6 @@ def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
 
 def test_lightning_module(run: Callable[..., str], tmp_path: Path) -> None:
     said = run("lightning_module.py", "--steps", 10, "--out", tmp_path)
-    assert "10 updates (1,280 samples)" in said
+    assert "4 updates (512 samples)" in said
     [table] = tmp_path.glob("**/metrics.csv")
     assert "gns/b_simple" in table.read_text()

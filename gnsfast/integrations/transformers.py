@@ -237,6 +237,7 @@ class GNSCallback(Measuring, TrainerCallback):
 
     def _described(self, inputs: Any) -> "_Pass":
         """What is known of a micro-batch before it runs."""
+        self._look(inputs)
         ids = None if self.ids is None else names_of(self._trainer, inputs, self.ids)
         starts, device = document_starts(inputs), self._trainer.args.device
         n = batch_size(inputs) if starts is None else len(starts) - 1
@@ -277,7 +278,6 @@ class GNSCallback(Measuring, TrainerCallback):
         loss = result[0] if isinstance(result, tuple) else result
         items = given.get("num_items_in_batch")
         with self._dropping_errors():
-            self._look(inputs)
             if searches:
                 if not is_pair:
                     raise ValueError(NO_OUTPUTS.format(type(trainer).__name__))

@@ -390,7 +390,7 @@ def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str
     """The parameters of which others than the ``chosen`` have norms, which alone have a loss."""
     if isinstance(norms, str):
         return {}
-    at = torch.tensor([*chosen], dtype=torch.int64)
+    at = torch.tensor([*chosen], dtype=torch.int64, device="cpu")
     return {
         leaf.name: MIXED
         for leaf, row in norms.items()

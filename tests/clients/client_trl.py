@@ -82,9 +82,9 @@ def test_a_frozen_head() -> None:
 NAMED: list[tuple[str, str]] = [
     ('{"input_ids": documents}', '{"input_ids": documents, "id": names}'),
     ("config = Llama", "names = [f'file {k}' for k in range(len(documents))]\nconfig = Llama"),
-    ("trainer = SFT", "callback = GNSCallback(keep_largest=4, ids='id')\ntrainer = SFT"),
+    ("trainer = SFT", "callback = GNSCallback(**ALWAYS, keep_largest=4, ids='id')\ntrainer = SFT"),
     ("    model=model,", "    callbacks=[callback],\n    model=model,"),
-    ('callback = GNSCallback(loss="causal")  # new\n', ""),
+    ('callback = GNSCallback(**ALWAYS, loss="causal")  # new\n', ""),
     ("trainer.add_callback(callback)  # new\n", ""),
 ]
 

@@ -105,7 +105,7 @@ def failing(code: CodeType) -> Iterator[list[str]]:
         sys.settrace(None)
 
 
-KEEPERS = "estimator.py", "estimator/errors.py", "estimator/budget.py", "guard.py"
+KEEPERS = "estimator.py", "estimator/errors.py", "estimator/budget.py", "guard.py", "eager.py"
 """What keeps training going: it is short, and has tests of its own."""
 
 ENTRIES = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from controller_cases import noise
+from noise_cases import ALWAYS
 from processes import as_launched, spawn
 from trainer_cases import (
     SCALED,
@@ -68,7 +69,7 @@ def growing(
 ) -> tuple[Any, BatchSizeController]:
     changes = options.pop("controller", {})
     controller = controller_of(**changes)
-    gns = Told(controller, places, tracker=tracker, **options.pop("gns", {}))
+    gns = Told(controller, places, tracker=tracker, **{**ALWAYS, **options.pop("gns", {})})
     callbacks = [BatchSizeCallback(controller, gns), gns]
     options = {"max_steps": STEPS, "callbacks": callbacks, **options}
     trainer = trainer_of(folder, **options)
@@ -83,7 +84,7 @@ def test_loss_that_is_not_divided(tmp_path: Path) -> None:
     trainer, _ = growing(tmp_path, [0], model=model, gns=gns)
     with pytest.raises(ValueError, match="BatchSizeCallback: Deaf does not divide its loss"):
         trainer.train()
-    alone, seen = GNSCallback(**gns), []
+    alone, seen = GNSCallback(**ALWAYS, **gns), []
     alone.first = lambda inputs, items: seen.append(items)
     trainer_of(tmp_path, model=Deaf(), callbacks=[alone]).train()
     assert alone.compute().updates and len(seen) == 1  # the first micro-batch alone
@@ -240,7 +241,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert trainer.seen == []  # before the first step, not at the first growth
     used = controller_of()
     used.update(100, noise(1.0))
-    gns = GNSCallback()
+    gns = GNSCallback(**ALWAYS)
     with pytest.raises(
         ValueError, match="the controller is at 100 tokens, so it has controlled another"
     ):

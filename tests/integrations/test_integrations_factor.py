@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from noise_cases import ALWAYS
 from test_integrations_batch_size import growing
 from test_integrations_lightning import QUIET
 from test_integrations_lightning_batch_size import (
@@ -63,12 +64,14 @@ def test_flags(tmp_path: Path) -> None:
     """A factor that only speaks of the batch size is of this run too."""
     other = measured(nn.Linear(2, 2), T)
     refused = "another run, with model of 6 elements .*not of "
-    trainer = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other)])
+    trainer = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(**ALWAYS, factor=other)])
     with pytest.raises(ValueError, match=refused):
         trained(trainer)
-    again = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other.for_other_run())])
+    again = trainer_of(
+        tmp_path, max_steps=1, callbacks=[GNSCallback(**ALWAYS, factor=other.for_other_run())]
+    )
     trained(again)
-    monitored = pl.Trainer(callbacks=[GNSMonitor(factor=other)], **QUIET)
+    monitored = pl.Trainer(callbacks=[GNSMonitor(**ALWAYS, factor=other)], **QUIET)
     with pytest.raises(ValueError, match=refused):
         monitored.fit(module := Scheduled(), Epochs(data(PER_EPOCH)))
     assert module.losses == []
@@ -79,7 +82,7 @@ def test_what_flags_cannot_compare(tmp_path: Path, caplog: pytest.LogCaptureFixt
     here = RunIdentity.of(trainer_of(tmp_path).model, data="c4", tokens_per_sample=T)
     ours = CriticalBatchFactor(1.0, 0.5, 2.0, "euclidean", "branches", here)
     said = "with {}. Nothing compares that, because it is unknown of this run"
-    trained(trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=ours)]))
+    trained(trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(**ALWAYS, factor=ours)]))
     [record] = [r.getMessage() for r in caplog.records if "Nothing compares" in r.getMessage()]
     assert said.format(f"data='c4', tokens_per_sample={T}") in record
     caplog.clear()

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from accelerate.utils import DistributedType
+from noise_cases import ALWAYS
 
 from gnsfast.integrations.transformers import GNSCallback, _refuse
 
@@ -16,7 +17,7 @@ def trainer_of(version: int = 2) -> Any:
     plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
     return SimpleNamespace(
         accelerator=SimpleNamespace(distributed_type=DistributedType.FSDP, state=plugin),
-        callback_handler=SimpleNamespace(callbacks=[GNSCallback()]),
+        callback_handler=SimpleNamespace(callbacks=[GNSCallback(**ALWAYS)]),
         args=SimpleNamespace(n_gpu=1),
     )
 

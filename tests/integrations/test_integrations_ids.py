@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from noise_cases import ALWAYS
 from processes import as_launched, spawn
 from test_integrations_packed import Bytes, Flattening
 from test_integrations_transformers import Plain, samples, trainer_of
@@ -56,7 +57,7 @@ def check(found: list[LargestSample], data: list[Named], size: int, kept: int) -
 def test_a_model_that_takes_nothing_else(tmp_path: Path) -> None:
     """In training, and in an evaluation on the way and after it. The log has each sample once."""
     data, tracker = named(2 * STEPS * N), JSONLTracker(tmp_path / "run.jsonl")
-    callback = GNSCallback(keep_largest=KEPT, ids="id", tracker=tracker)
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id", tracker=tracker)
     trainer = frozen(Plain(), data, tmp_path, callback, eval_strategy="steps", eval_steps=1)
     trainer.train()
     trainer.evaluate()
@@ -75,7 +76,7 @@ def test_a_model_that_takes_nothing_else(tmp_path: Path) -> None:
 def test_numbers_become_a_tensor(tmp_path: Path) -> None:
     """Which Accelerate can send from one process to others."""
     data = [{**s, "id": k} for k, s in enumerate(samples(2 * STEPS * N))]
-    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id")
     trainer = frozen(Plain(), data, tmp_path, callback)
     trainer.train()
     check(callback.gns.largest(), data, 2 * N, KEPT)
@@ -87,7 +88,7 @@ def test_a_resumed_run_lists_the_same(tmp_path: Path) -> None:
     data, found, lines = named(2 * STEPS * N), [], []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         log = tmp_path / f"{resume is None}.jsonl"
-        callback = GNSCallback(keep_largest=KEPT, ids="id", tracker=JSONLTracker(log))
+        callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id", tracker=JSONLTracker(log))
         saved = dict(save_strategy="steps", save_steps=2)
         frozen(Plain(), data, tmp_path, callback, **saved).train(resume_from_checkpoint=resume)
         found.append(callback.gns.largest())
@@ -101,7 +102,7 @@ def test_a_checkpoint_between_two_logs(tmp_path: Path) -> None:
     data, seen = named(2 * 4 * N), []
     for resume in (None, str(tmp_path / "checkpoint-3")):
         log = tmp_path / f"{resume is None}.jsonl"
-        callback = GNSCallback(keep_largest=2 * N, ids="id", tracker=JSONLTracker(log))
+        callback = GNSCallback(**ALWAYS, keep_largest=2 * N, ids="id", tracker=JSONLTracker(log))
         saved = dict(save_strategy="steps", save_steps=3, max_steps=4, logging_steps=2)
         frozen(Plain(), data, tmp_path, callback, **saved).train(resume_from_checkpoint=resume)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -119,7 +120,7 @@ def test_a_reset_counts_updates_from_0(tmp_path: Path) -> None:
                 callback.gns.reset()
 
     tracker = JSONLTracker(tmp_path / "run.jsonl")
-    callback = GNSCallback(keep_largest=1, ids="id", tracker=tracker)
+    callback = GNSCallback(**ALWAYS, keep_largest=1, ids="id", tracker=tracker)
     options = dict(max_steps=4, logging_steps=2)
     frozen(Plain(), named(2 * 4 * N), tmp_path, callback, Resets(), **options).train()
     lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
@@ -137,7 +138,7 @@ class Takes(Plain):
 
 def test_a_model_that_takes_the_column(tmp_path: Path) -> None:
     data = [{**s, "id": k} for k, s in enumerate(samples(2 * STEPS * N))]
-    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id")
     frozen(Takes(), data, tmp_path, callback).train()
     check(callback.gns.largest(), data, 2 * N, KEPT)
 
@@ -145,34 +146,34 @@ def test_a_model_that_takes_the_column(tmp_path: Path) -> None:
 def test_documents(tmp_path: Path) -> None:
     """A collator that packs rows has a name for each; rows that were packed before have not."""
     data = [{"input_ids": s["input_ids"], "id": s["id"]} for s in named(2 * STEPS * N)]
-    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id")
     trainer = frozen(Bytes(), data, tmp_path, callback)
     trainer.data_collator = Flattening(rows=1, mask=False)
     trainer.train()
     assert {one.id for one in callback.gns.largest()} <= {s["id"] for s in data}
     packed = {"position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])}
     packed |= {"input_ids": torch.arange(9), "labels": torch.arange(9)}
-    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id")
     with pytest.raises(ValueError, match="8 packed documents, but the column names 4 rows"):
         frozen(Bytes(), [{**packed, "id": "a"}] * 24, tmp_path, callback).train()
 
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"GNSCallback\(keep_largest=16\) keeps"):
-        GNSCallback(ids="id")
+        GNSCallback(**ALWAYS, ids="id")
     data = named(2 * STEPS * N)
-    callback = GNSCallback(keep_largest=1, ids="name")
+    callback = GNSCallback(**ALWAYS, keep_largest=1, ids="name")
     with pytest.raises(ValueError, match="the batch has input_ids, labels, but no 'name'"):
         frozen(Plain(), data, tmp_path, callback).train()
     trainer = frozen(Plain(), data, tmp_path)
-    trainer.add_callback(GNSCallback(keep_largest=1, ids="id"))
+    trainer.add_callback(GNSCallback(**ALWAYS, keep_largest=1, ids="id"))
     with pytest.raises(ValueError, match=r"made with, Trainer\(callbacks=\[...\]\)"):
         trainer.train()
 
 
 def test_a_removed_callback_leaves_no_column(tmp_path: Path) -> None:
     """Its training does not take it out of the batches."""
-    callback = GNSCallback(keep_largest=1, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=1, ids="id")
     trainer = frozen(Plain(), named(2 * STEPS * N), tmp_path, callback)
     trainer.remove_callback(callback)
     assert "id" not in next(iter(trainer.get_train_dataloader()))
@@ -184,7 +185,7 @@ def two_processes(rank: int, folder: str, data: list[Named]) -> None:
     log, found = Path(folder, "run.jsonl"), []
     for resume in (None, f"{folder}/checkpoint-2"):
         tracker = JSONLTracker(log) if rank == 0 and resume is None else None
-        callback = GNSCallback(keep_largest=2 * N, ids="id", tracker=tracker)
+        callback = GNSCallback(**ALWAYS, keep_largest=2 * N, ids="id", tracker=tracker)
         saved = dict(save_strategy="steps", save_steps=2, ddp_backend="gloo")
         trainer = frozen(Plain(), data, Path(folder), callback, **saved)
         trainer.train(resume_from_checkpoint=resume)
@@ -212,7 +213,7 @@ def streamed(rank: int, folder: str, data: list[Named]) -> None:
     options |= dict(save_strategy="no", disable_tqdm=True, ddp_backend="gloo")
 
     def train(data: list[Named], **more: Any) -> list[LargestSample]:
-        callback = GNSCallback(keep_largest=2 * N, ids="id")
+        callback = GNSCallback(**ALWAYS, keep_largest=2 * N, ids="id")
         args = hf.TrainingArguments(output_dir=folder, **options, **more)
         hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback]).train()
         return callback.gns.largest()
@@ -221,7 +222,7 @@ def streamed(rank: int, folder: str, data: list[Named]) -> None:
     check(train(numbered), numbered, 4 * N, 4 * N)
     check(train(data, accelerator_config={"dispatch_batches": False}), data, 4 * N, 4 * N)
     if rank == 0:  # the other would wait for its batch
-        callback = GNSCallback(keep_largest=1, ids="id")
+        callback = GNSCallback(**ALWAYS, keep_largest=1, ids="id")
         args = hf.TrainingArguments(output_dir=folder, **options)
         trainer = hf.Trainer(Plain(), args, train_dataset=Stream(data), callbacks=[callback])
         batches = iter(trainer.get_train_dataloader().base_dataloader)
@@ -234,7 +235,7 @@ def streamed(rank: int, folder: str, data: list[Named]) -> None:
 def test_one_process_sends_nothing(kind: Any, name: Any, tmp_path: Path) -> None:
     """So it may have names that no tensor holds, as a hash of 64 bits without a sign."""
     data = [{**s, "id": name(k)} for k, s in enumerate(samples(2 * STEPS * N))]
-    callback = GNSCallback(keep_largest=KEPT, ids="id")
+    callback = GNSCallback(**ALWAYS, keep_largest=KEPT, ids="id")
     trainer = frozen(Plain(), data, tmp_path, callback)
     if kind is Stream:
         args = trainer.args

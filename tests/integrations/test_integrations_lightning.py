@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from controller_cases import Lines
-from noise_cases import in_updates
+from noise_cases import ALWAYS, in_updates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -138,7 +138,7 @@ def by_hand(
 
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
     tracker = Lines()
-    trainer = fit(GNSMonitor(tracker=tracker, per_module=True), tmp_path, Tiny())
+    trainer = fit(GNSMonitor(**ALWAYS, tracker=tracker, per_module=True), tmp_path, Tiny())
     truth = by_hand(data(2 * UPDATES - 1))
     assert truth.resolved and truth.updates == UPDATES
     expected = {
@@ -167,7 +167,7 @@ class Logs(Tiny):
 
 
 def test_learning_logs_nothing(tmp_path: Path) -> None:
-    trainer = fit(GNSMonitor(), tmp_path, Logs())
+    trainer = fit(GNSMonitor(**ALWAYS), tmp_path, Logs())
     assert trainer.logged_metrics["steps"] == 2 * UPDATES - 1
 
 
@@ -188,8 +188,8 @@ class Bare(Tiny):
 
 def test_a_step_that_calls_no_module(tmp_path: Path) -> None:
     with pytest.raises(gnsfast.SampleShapeError, match="neither training_step nor a module"):
-        fit(GNSMonitor(), tmp_path, Bare(False))
-    monitor = GNSMonitor()
+        fit(GNSMonitor(**ALWAYS), tmp_path, Bare(False))
+    monitor = GNSMonitor(**ALWAYS)
     fit(monitor, tmp_path, Bare(True))
     assert monitor.compute().left_out == ("model.2.weight", "model.2.bias")
 
@@ -198,7 +198,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     """It leaves out what the first batch would prove."""
     module, (x, _) = Tiny(), data(1)[0]
     first = lambda x: module.model[0](x)
-    monitor = GNSMonitor(table=gnsfast.learn(module, x, run=first))
+    monitor = GNSMonitor(**ALWAYS, table=gnsfast.learn(module, x, run=first))
     fit(monitor, tmp_path, module)
     assert monitor.compute().updates == UPDATES
     assert monitor.compute().left_out == tuple(
@@ -213,7 +213,7 @@ def test_gradient_scaler(tmp_path: Path) -> None:
         plugin = pl.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)
         if scaler is None:
             plugin.scaler = None
-        monitor = GNSMonitor()
+        monitor = GNSMonitor(**ALWAYS)
         fit(monitor, tmp_path, Tiny(), plugins=[plugin])
         results.append(monitor.compute())
     assert results[0].updates == UPDATES
@@ -223,7 +223,7 @@ def test_gradient_scaler(tmp_path: Path) -> None:
 
 def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    whole, resumed = GNSMonitor(window=7), GNSMonitor(window=7)
+    whole, resumed = GNSMonitor(**ALWAYS, window=7), GNSMonitor(**ALWAYS, window=7)
     fit(whole, tmp_path, Tiny(), callbacks=[every], enable_checkpointing=True)
     fit(resumed, tmp_path, Tiny(), ckpt=str(tmp_path / "step=4.ckpt"))
     ours, theirs = resumed.gns.state_dict(), whole.gns.state_dict()
@@ -236,7 +236,7 @@ def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skip", [4, 5])
 def test_skipped_step(tmp_path: Path, skip: int) -> None:
     """A training_step that returns None, as an update's first or last, costs that update alone."""
-    monitor, module = GNSMonitor(), Tiny()
+    monitor, module = GNSMonitor(**ALWAYS), Tiny()
     module.skip = skip
     fit(monitor, tmp_path, module)
     assert monitor.compute().updates == UPDATES - 1
@@ -250,7 +250,7 @@ class Ends(Tiny):
 
 
 def test_epoch_that_ends_in_the_middle_of_an_update(tmp_path: Path) -> None:
-    monitor = GNSMonitor()
+    monitor = GNSMonitor(**ALWAYS)
     fit(monitor, tmp_path, Ends(), max_epochs=2)
     assert monitor.compute().updates == 4
 
@@ -263,7 +263,7 @@ def test_checkpoint_in_the_middle_of_an_update(tmp_path: Path) -> None:
             if args[-1] == 6:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-    monitor = GNSMonitor()
+    monitor = GNSMonitor(**ALWAYS)
     fit(monitor, tmp_path, Tiny(), callbacks=[Save()])
     saved = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["GNSMonitor"]
     assert saved["measured"] == 3
@@ -281,7 +281,7 @@ class Shared(Tiny):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_two_processes(tmp_path: Path) -> None:
     options = dict(devices=2, strategy="ddp_fork", log_every_n_steps=UPDATES - 1)
-    monitor = GNSMonitor(tracker=JSONLTracker(tmp_path / "run.jsonl"))
+    monitor = GNSMonitor(**ALWAYS, tracker=JSONLTracker(tmp_path / "run.jsonl"))
     fit(monitor, tmp_path, Shared(), max_steps=UPDATES - 1, **options)
     truth = by_hand(data(4 * UPDATES)[: 4 * (UPDATES - 1)], 4)
     [line] = (tmp_path / "run.jsonl").read_text().splitlines()
@@ -301,16 +301,22 @@ class Manual(Tiny):
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="manual optimization"):
-        fit(GNSMonitor(), tmp_path, Manual(), gradient_clip_val=None, accumulate_grad_batches=1)
+        fit(
+            GNSMonitor(**ALWAYS),
+            tmp_path,
+            Manual(),
+            gradient_clip_val=None,
+            accumulate_grad_batches=1,
+        )
     with pytest.raises(ValueError, match="window"):
-        fit(GNSMonitor(window=0), tmp_path, Tiny())
+        fit(GNSMonitor(**ALWAYS, window=0), tmp_path, Tiny())
     with pytest.raises(NotImplementedError, match="a second GNSMonitor"):
-        fit(GNSMonitor(), tmp_path, Tiny(), callbacks=[Another()])
+        fit(GNSMonitor(**ALWAYS), tmp_path, Tiny(), callbacks=[Another()])
     options = dict(accumulate_grad_batches=1, gradient_clip_val=None)
     with pytest.raises(NotImplementedError, match="torch.optim.LBFGS, which calls its closure"):
-        fit(GNSMonitor(), tmp_path, Optimized(torch.optim.LBFGS), **options)
+        fit(GNSMonitor(**ALWAYS), tmp_path, Optimized(torch.optim.LBFGS), **options)
     with pytest.raises(gnsfast.ObservationError, match="one batch had two backward passes"):
-        fit(GNSMonitor(), tmp_path, Optimized(TwiceSGD), **options)
+        fit(GNSMonitor(**ALWAYS), tmp_path, Optimized(TwiceSGD), **options)
 
 
 class Another(GNSMonitor):
@@ -347,8 +353,11 @@ class Headed(Tiny):
 
 def test_first_tensor_that_is_not_of_samples(tmp_path: Path) -> None:
     with pytest.raises(gnsfast.SampleShapeError, match=r"pass GNSMonitor\(batch_size=lambda batch"):
-        fit(GNSMonitor(), tmp_path, Headed())
-    monitor, plain = GNSMonitor(batch_size=lambda batch: len(batch[1])), GNSMonitor()
+        fit(GNSMonitor(**ALWAYS), tmp_path, Headed())
+    monitor, plain = (
+        GNSMonitor(**ALWAYS, batch_size=lambda batch: len(batch[1])),
+        GNSMonitor(**ALWAYS),
+    )
     fit(monitor, tmp_path, Headed())
     fit(plain, tmp_path, Tiny())
     assert monitor.compute() == plain.compute()
@@ -358,7 +367,7 @@ def test_finished_run_is_resumed(tmp_path: Path) -> None:
     """Nothing is left to train: what the checkpoint holds is what there is; a new fit() begins
     anew.
     """
-    monitor, resumed, path = GNSMonitor(), GNSMonitor(), tmp_path / "end.ckpt"
+    monitor, resumed, path = GNSMonitor(**ALWAYS), GNSMonitor(**ALWAYS), tmp_path / "end.ckpt"
     fit(monitor, tmp_path, Tiny()).save_checkpoint(path)
     fit(resumed, tmp_path, Tiny(), ckpt=str(path))
     assert resumed.compute() == monitor.compute() and monitor.compute().updates == UPDATES
@@ -374,7 +383,7 @@ def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:
         counted.append(len(batch[0]))
         return counted[-1]
 
-    monitor = GNSMonitor(batch_size=batch_size, tokens=lengths)
+    monitor = GNSMonitor(**ALWAYS, batch_size=batch_size, tokens=lengths)
     fit(monitor, tmp_path, Tiny())
     truth = by_hand(data(2 * UPDATES - 1), tokens=lengths)
     assert counted == [len(x) for x, _ in data(2 * UPDATES - 1)]
@@ -386,7 +395,7 @@ def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     """For parts of samples, in every training once."""
     seen: list[Any] = []
     monkeypatch.setattr(measuring, "refuse_parts", seen.append)
-    monitor = GNSMonitor()
+    monitor = GNSMonitor(**ALWAYS)
     for trainings in (1, 2):
         fit(monitor, tmp_path, Tiny())
         assert len(seen) == trainings and len(seen[-1][0]) == N

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from noise_cases import ALWAYS
 from oracle import loop_sqnorms
 from processes import as_launched, each, spawn
 from test_integrations_lightning import UPDATES, N, Shared, Tiny, by_hand, data, fit
@@ -53,7 +54,7 @@ def run(monitor: GNSMonitor, folder: str, module: Tiny, **options: Any) -> pl.Tr
 
 def whole_run(rank: int, folder: str) -> None:
     """Accumulation and clipping; what is saved in the middle continues with the same bits."""
-    whole, resumed = GNSMonitor(window=7), GNSMonitor(window=7)
+    whole, resumed = GNSMonitor(**ALWAYS, window=7), GNSMonitor(**ALWAYS, window=7)
     every = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
     options: dict[str, Any] = {"max_steps": UPDATES - 1, "log_every_n_steps": 1}
     saving: dict[str, Any] = {"callbacks": [every], "enable_checkpointing": True}
@@ -71,7 +72,7 @@ def whole_run(rank: int, folder: str) -> None:
 
 def single_samples(rank: int, folder: str) -> None:
     """tr Σ + |G|² is the mean of the squared norms, without bias."""
-    monitor = GNSMonitor()
+    monitor = GNSMonitor(**ALWAYS)
     run(monitor, folder, AtRest(), max_steps=1)
     batch = [torch.cat(tensors) for tensors in zip(*data(4 * UPDATES)[:4])]
 
@@ -85,11 +86,14 @@ def single_samples(rank: int, folder: str) -> None:
 
 
 def split_by_hand(rank: int, folder: str) -> None:
-    monitor = GNSMonitor()
+    monitor = GNSMonitor(**ALWAYS)
     monitor.gns = gnsfast.GradientNoiseScale(Tiny())
     batch = {"position_ids": (torch.arange(8) + 8 * rank).expand(N, 8)}
+    trainer = SimpleNamespace(accumulate_grad_batches=1, current_epoch=0, optimizers=[None])
+    module = Tiny()
+    module.optimizer_zero_grad = lambda *given: None  # type: ignore[method-assign]
     with pytest.raises(gnsfast.ObservationError, match="parts of the same samples"):
-        monitor.on_train_batch_start(None, Tiny(), batch, 0)
+        monitor.on_train_batch_start(trainer, module, batch, 0)
 
 
 @pytest.mark.dist

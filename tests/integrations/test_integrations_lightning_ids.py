@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from noise_cases import ALWAYS
 from test_integrations_lightning import UPDATES, Loader, N, Tiny, data, fit
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def check(monitor: GNSMonitor, processes: int, kept: int) -> None:
 @pytest.mark.parametrize("ids", ["id", 2, lambda batch: batch["id"]], ids=["key", "place", "own"])
 def test_a_batch_names_its_samples(ids: Any, tmp_path: Path) -> None:
     tracker = JSONLTracker(tmp_path / "run.jsonl")
-    monitor = GNSMonitor(keep_largest=KEPT, ids=ids, tracker=tracker)
+    monitor = GNSMonitor(**ALWAYS, keep_largest=KEPT, ids=ids, tracker=tracker)
     fit(monitor, tmp_path, Frozen(keys=ids != 2), log_every_n_steps=UPDATES // 2)
     check(monitor, 1, KEPT)
     lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
@@ -77,7 +78,7 @@ def test_a_batch_names_its_samples(ids: Any, tmp_path: Path) -> None:
 
 def test_a_resumed_run_lists_the_same(tmp_path: Path) -> None:
     every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-    whole, resumed = (GNSMonitor(keep_largest=KEPT, ids="id", window=7) for _ in range(2))
+    whole, resumed = (GNSMonitor(**ALWAYS, keep_largest=KEPT, ids="id", window=7) for _ in range(2))
     fit(whole, tmp_path, Frozen(), callbacks=[every], enable_checkpointing=True)
     fit(resumed, tmp_path, Frozen(), ckpt=str(tmp_path / "step=4.ckpt"))
     assert whole.gns is not None and resumed.gns is not None
@@ -95,14 +96,14 @@ def test_a_resumed_run_lists_the_same(tmp_path: Path) -> None:
 )
 def test_a_batch_without_names(ids: Any, keys: bool, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        fit(GNSMonitor(keep_largest=1, ids=ids), tmp_path, Frozen(keys))
+        fit(GNSMonitor(**ALWAYS, keep_largest=1, ids=ids), tmp_path, Frozen(keys))
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"GNSMonitor\(keep_largest=16\) keeps"):
-        GNSMonitor(ids="id")
+        GNSMonitor(**ALWAYS, ids="id")
     with pytest.raises(ValueError, match="the batch, a Tensor, has no such entry"):
-        GNSMonitor(keep_largest=1, ids=0)._ids_of(torch.zeros(4, 2))
+        GNSMonitor(**ALWAYS, keep_largest=1, ids=0)._ids_of(torch.zeros(4, 2))
 
 
 @pytest.mark.dist
@@ -110,7 +111,7 @@ def test_refusals() -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Each lists the samples of both, and so does the checkpoint that one of them writes."""
     tracker = JSONLTracker(tmp_path / "run.jsonl")
-    monitor = GNSMonitor(keep_largest=2 * N, ids="id", tracker=tracker)
+    monitor = GNSMonitor(**ALWAYS, keep_largest=2 * N, ids="id", tracker=tracker)
     every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     options = dict(devices=2, strategy="ddp_fork", callbacks=[Checked(), every])
     options |= dict(max_steps=UPDATES, enable_checkpointing=True)

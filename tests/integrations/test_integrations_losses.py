@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from noise_cases import ALWAYS
 from test_integrations_transformers import STEPS, N, Plain, T, by_hand, samples, trainer_of
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ def equal(count: int) -> list[Sample]:
 
 
 def train(model: nn.Module, data: list[Sample], folder: Path, **options: Any) -> GNSCallback:
-    callback = GNSCallback()
+    callback = GNSCallback(**ALWAYS)
     trainer_of(model, data, folder, callback, **options).train()
     return callback
 
@@ -84,7 +85,7 @@ class Counted(hf.Trainer):
 def test_losses_are_compared_where_that_is_said(tmp_path: Path, settled: bool) -> None:
     data = (samples if settled else equal)(2 * STEPS * N)
     args = trainer_of(Plain(), data, tmp_path, logging_steps=5).args
-    trainer = Counted(Plain(), args, train_dataset=data, callbacks=[GNSCallback()])
+    trainer = Counted(Plain(), args, train_dataset=data, callbacks=[GNSCallback(**ALWAYS)])
     trainer.compared = []
     trainer.train()
     first = 1 if settled else COMPARED
@@ -145,7 +146,7 @@ def test_compute_loss_of_fewer_arguments(tmp_path: Path, kind: type[hf.Trainer])
     data = samples(2 * STEPS * N)
     args = trainer_of(Plain(), data, tmp_path, max_steps=2).args
     for loss in ("auto", "tokens"):
-        callback = GNSCallback(loss=loss)
+        callback = GNSCallback(**ALWAYS, loss=loss)
         trainer = kind(Plain(), args, train_dataset=data, callbacks=[callback])
         trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(data)
         if loss == "auto":
@@ -180,8 +181,8 @@ def test_refusals_by_name(tmp_path: Path) -> None:
     data = samples(2 * N)
     model = Plain()
     with pytest.raises(NotImplementedError, match="a second GNSCallback"):
-        trainer_of(model, data, tmp_path, GNSCallback(), GNSCallback()).train()
-    trainer = trainer_of(model, data, tmp_path, GNSCallback())
+        trainer_of(model, data, tmp_path, GNSCallback(**ALWAYS), GNSCallback(**ALWAYS)).train()
+    trainer = trainer_of(model, data, tmp_path, GNSCallback(**ALWAYS))
     model._tp_size = 2  # as transformers marks a model loaded with tp_plan
     with pytest.raises(NotImplementedError, match=r"a layer spread over processes .*'tp': 2"):
         trainer.train()
@@ -198,7 +199,7 @@ class Freezes(hf.TrainerCallback):
 
 
 def test_freezing_during_training(tmp_path: Path) -> None:
-    model, callback = Plain(), GNSCallback()
+    model, callback = Plain(), GNSCallback(**ALWAYS)
     data, freezes = samples(2 * STEPS * N), Freezes(callback, model.embed.weight)
     trainer_of(model, data, tmp_path, callback, freezes).train()
     found = callback.compute()

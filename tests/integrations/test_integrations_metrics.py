@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import transformers as hf
+from noise_cases import ALWAYS
 from test_integrations_lightning import UPDATES, Tiny, by_hand, data, fit
 from torch import nn
 from trainer_cases import Model, trained, trainer_of
@@ -27,7 +28,7 @@ def of_one_matrix(model: nn.Module, name: str) -> torch.optim.Muon:
 def trainer_with(
     folder: Path, metric: Any, optimizer: Callable[[nn.Module], Any] | None = None, **options: Any
 ) -> tuple[hf.Trainer, GNSCallback]:
-    model, callback = Model(0.0), GNSCallback(metric=metric)
+    model, callback = Model(0.0), GNSCallback(**ALWAYS, metric=metric)
     if optimizer is not None:
         options["optimizers"] = optimizer(model), None
     return trainer_of(folder, model=model, callbacks=[callback], **options), callback
@@ -100,17 +101,17 @@ def test_a_moved_checkpoint_and_a_lost_file(tmp_path: Path) -> None:
 def test_sign_of_micro_batches(tmp_path: Path) -> None:
     """Of Trainer's accumulation and of Lightning's, by the callbacks' own argument."""
     model = Model(0.0)
-    callback = GNSCallback(metric="sign")
+    callback = GNSCallback(**ALWAYS, metric="sign")
     trained(trainer_of(tmp_path, model=model, callbacks=[callback]))
     found = callback.compute().sign
     assert found.updates > 5
-    monitor = GNSMonitor(metric="sign")
+    monitor = GNSMonitor(**ALWAYS, metric="sign")
     fit(monitor, tmp_path, Tiny())
     assert monitor.compute().sign.updates == UPDATES - 2  # the last has one pass
 
 
 def test_lightning_measures_several(tmp_path: Path) -> None:
-    monitor = GNSMonitor(metric=["adam", *BOTH])
+    monitor = GNSMonitor(**ALWAYS, metric=["adam", *BOTH])
     trainer = fit(monitor, tmp_path, Tiny())
     found, truth = monitor.compute(), by_hand(data(2 * UPDATES - 1), metric=BOTH)
     for metric in BOTH:
@@ -134,10 +135,10 @@ class OneMatrix(Tiny):
 
 
 def test_lightning_gives_its_muon(tmp_path: Path) -> None:
-    monitor = GNSMonitor(metric="spectral")
+    monitor = GNSMonitor(**ALWAYS, metric="spectral")
     fit(monitor, tmp_path, OneMatrix())
     assert list(monitor.compute().spectral.per_module) == ["model.3"]
-    all_of_them = GNSMonitor(metric="spectral")
+    all_of_them = GNSMonitor(**ALWAYS, metric="spectral")
     fit(all_of_them, tmp_path, Tiny())
     assert list(all_of_them.compute().spectral.per_module) == ["model.0", "model.3"]
 
@@ -145,7 +146,7 @@ def test_lightning_gives_its_muon(tmp_path: Path) -> None:
 def test_resumed_lightning_has_the_same_numbers(tmp_path: Path) -> None:
     """Also of a run that had ended."""
     every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
-    whole, resumed, ended = (GNSMonitor(metric=["adam", *BOTH]) for _ in range(3))
+    whole, resumed, ended = (GNSMonitor(**ALWAYS, metric=["adam", *BOTH]) for _ in range(3))
     fit(whole, tmp_path, Tiny(), callbacks=[every], enable_checkpointing=True)
     fit(resumed, tmp_path, Tiny(), ckpt=str(tmp_path / "step=5.ckpt"))
     fit(ended, tmp_path, Tiny(), ckpt=str(tmp_path / "step=10.ckpt"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from noise_cases import ALWAYS
 from test_integrations_transformers import Plain, samples, tiny_gpt, trainer_of
 from torch import Tensor
 
@@ -77,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def assert_packed_as_padded(folder: Path, make: Any, kind: str, loss: str = "auto") -> None:
     data, found = documents(2 * STEPS * N), []
     for collate in (padded, Flattening(**KINDS[kind])):
-        callback = GNSCallback(loss=loss)
+        callback = GNSCallback(**ALWAYS, loss=loss)
         trainer = trainer_of(make(), data, folder, callback)
         trainer.data_collator, trainer.args.remove_unused_columns = collate, False
         trainer.train()
@@ -130,7 +131,7 @@ def test_document_starts() -> None:
 def test_marks_without_positions(tmp_path: Path) -> None:
     data = documents(4 * N)
     collate = hf.DataCollatorWithFlattening(return_seq_idx=True, return_position_ids=False)
-    trainer = trainer_of(Bytes(), data, tmp_path, GNSCallback(loss="tokens"))
+    trainer = trainer_of(Bytes(), data, tmp_path, GNSCallback(**ALWAYS, loss="tokens"))
     trainer.data_collator, trainer.args.remove_unused_columns = collate, False
     with pytest.raises(NotImplementedError, match="are packed .it has seq_idx., but no positi"):
         trainer.train()

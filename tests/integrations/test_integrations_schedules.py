@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from controller_cases import at_least, noise
+from noise_cases import ALWAYS
 from test_integrations_batch_size import EPOCH, STEPS, Told, controller_of
 from test_integrations_lightning import QUIET, data
 from test_integrations_lightning_batch_size import EPOCHS, PER_EPOCH, Epochs, Scheduled, fit
@@ -36,7 +37,7 @@ def scheduled(
 
 
 def following(folder: Path, batch: Any, gns: Any = None, **options: Any) -> Any:
-    gns = GNSCallback() if gns is None else gns
+    gns = GNSCallback(**ALWAYS) if gns is None else gns
     callbacks = [gns, BatchSizeCallback(batch, gns)]
     return trainer_of(folder, **{"max_steps": STEPS, "callbacks": callbacks, **options})
 
@@ -216,7 +217,7 @@ def test_trainer_flags_without_a_controller(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gnsfast.GradientNoiseScale, "compute", lambda gns: at_least(40.0))
-    trainer = trainer_of(tmp_path, logging_steps=6, callbacks=[GNSCallback(factor=2.0)])
+    trainer = trainer_of(tmp_path, logging_steps=6, callbacks=[GNSCallback(**ALWAYS, factor=2.0)])
     trained(trainer)
     logs = [line for line in trainer.state.log_history if "learning_rate" in line]
     assert [(line["batch/flag"], line["cbs/estimate_lo"]) for line in logs] == [(-1.0, 80.0)] * 3
@@ -227,7 +228,7 @@ def test_trainer_flags_without_a_controller(
         "size of 16"
     )
     with pytest.raises(ValueError, match="factor must be positive"):
-        GNSCallback(factor=0.0)
+        GNSCallback(**ALWAYS, factor=0.0)
 
 
 def test_lightning_trains_a_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,7 +260,7 @@ def test_lightning_flags_without_a_controller(
     monkeypatch.setattr(gnsfast.GradientNoiseScale, "compute", lambda gns: noise(1.0))
     tracker = JSONLTracker(tmp_path / "run.jsonl")
     options = {**QUIET, "max_epochs": 1, "log_every_n_steps": 5, "default_root_dir": tmp_path}
-    trainer = pl.Trainer(callbacks=[GNSMonitor(factor=1.0, tracker=tracker)], **options)
+    trainer = pl.Trainer(callbacks=[GNSMonitor(**ALWAYS, factor=1.0, tracker=tracker)], **options)
     trainer.fit(Scheduled(), Epochs(data(PER_EPOCH)))
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

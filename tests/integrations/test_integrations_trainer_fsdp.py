@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers as hf
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from noise_cases import ALWAYS
 from oracle import loop_sqnorms
 from processes import as_launched, each, spawn
 from test_integrations_transformers import (
@@ -56,7 +57,7 @@ def sharded_trainer(
 
 def whole_run(rank: int, folder: str) -> None:
     """Tied embeddings, recomputed activations, accumulation, clipping."""
-    callback, data = GNSCallback(), samples(4 * STEPS * N)
+    callback, data = GNSCallback(**ALWAYS), samples(4 * STEPS * N)
     trainer = sharded_trainer(Path(folder), data, callback)
     trainer.train()
     assert isinstance(trainer.model, FSDPModule) and trainer.accelerator.num_processes == 2
@@ -67,7 +68,7 @@ def whole_run(rank: int, folder: str) -> None:
 def single_samples(rank: int, folder: str) -> None:
     """With equal numbers of labels tr Σ + |G|² is the mean of the squared norms, without bias."""
     data = [{**s, "labels": s["input_ids"]} for s in samples(4 * N)]
-    callback = GNSCallback()
+    callback = GNSCallback(**ALWAYS)
     sharded_trainer(Path(folder), data, callback, max_steps=1).train()
 
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -86,7 +87,7 @@ def resumed(rank: int, folder: str) -> None:
     states, data = [], samples(4 * 4 * N)
     options = dict(save_strategy="steps", save_steps=2, max_steps=4)
     for resume in (None, str(Path(folder) / "checkpoint-2")):
-        callback = GNSCallback(window=3)
+        callback = GNSCallback(**ALWAYS, window=3)
         trainer = sharded_trainer(Path(folder), data, callback, **options)
         trainer.train(resume_from_checkpoint=resume)
         assert callback.gns is not None
@@ -99,7 +100,7 @@ def split_by_hand(rank: int, folder: str) -> None:
     positions = torch.arange(T) + rank * T
     data = [{**sample, "position_ids": positions} for sample in samples(4 * N)]
     with pytest.raises(gnsfast.ObservationError, match="parts of the same samples"):
-        sharded_trainer(Path(folder), data, GNSCallback()).train()
+        sharded_trainer(Path(folder), data, GNSCallback(**ALWAYS)).train()
 
 
 def test_two_processes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import trainer_cases
 import transformers as hf
 from controller_cases import Lines
-from noise_cases import one_update
+from noise_cases import ALWAYS, one_update
 from processes import as_launched, spawn
 from torch import Tensor, nn
 
@@ -141,7 +141,7 @@ def logged(trainer: hf.Trainer) -> dict[str, float]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_causal_model(tmp_path: Path, smoothing: float) -> None:
     """``num_items_in_batch``, accumulation, clipping; an epoch's last window is short."""
-    data, callback = samples((2 * STEPS - 1) * N - 1), GNSCallback()
+    data, callback = samples((2 * STEPS - 1) * N - 1), GNSCallback(**ALWAYS)
     trainer = trainer_of(
         tiny_gpt(), data, tmp_path, callback, label_smoothing_factor=smoothing, num_train_epochs=1
     )
@@ -157,7 +157,7 @@ def test_model_without_loss_kwargs(tmp_path: Path) -> None:
     """Trainer divides its losses by the micro-batches of the window, one in the last one."""
     data = samples((2 * STEPS - 1) * N - 1)
     model = Plain()
-    trainer = trainer_of(model, data, tmp_path, GNSCallback(), num_train_epochs=1)
+    trainer = trainer_of(model, data, tmp_path, GNSCallback(**ALWAYS), num_train_epochs=1)
     assert not trainer.model_accepts_loss_kwargs
     trainer.train()
     check(logged(trainer), by_hand(Plain(), data, causal=False, divided="window"))
@@ -167,7 +167,7 @@ def test_evaluation_and_a_gradient_scaler(tmp_path: Path) -> None:
     """Neither changes a bit; Accelerate has a scaler on GPUs alone, so it is handed one."""
     data, results = samples(2 * STEPS * N), []
     for scaled in (False, True):
-        callback = GNSCallback()
+        callback = GNSCallback(**ALWAYS)
         options = dict(eval_strategy="steps", eval_steps=2) if scaled else {}
         trainer = trainer_of(tiny_gpt(), data, tmp_path, callback, max_grad_norm=0.0, **options)
         if scaled:
@@ -180,7 +180,7 @@ def test_evaluation_and_a_gradient_scaler(tmp_path: Path) -> None:
 def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     data, states = samples(2 * STEPS * N), []
     for resume in (None, str(tmp_path / "checkpoint-5")):
-        callback = GNSCallback(window=4)
+        callback = GNSCallback(**ALWAYS, window=4)
         options = dict(
             save_strategy="steps", save_steps=5, restore_callback_states_from_checkpoint=True
         )
@@ -207,7 +207,7 @@ class Deaf(Plain):
 def test_model_that_ignores_num_items(tmp_path: Path) -> None:
     data, lines = samples(2 * STEPS * N), Lines()
     options = dict(logging_steps=STEPS // 2, include_num_input_tokens_seen="all")
-    callback = GNSCallback(tracker=lines, per_module=True)
+    callback = GNSCallback(**ALWAYS, tracker=lines, per_module=True)
     trainer = trainer_of(Deaf(), data, tmp_path, callback, **options)
     assert trainer.model_accepts_loss_kwargs
     trainer.train()
@@ -227,7 +227,7 @@ def test_the_first_batch_is_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     """For parts of samples, in every training once."""
     seen: list[Any] = []
     monkeypatch.setattr(measuring, "refuse_parts", seen.append)
-    callback = GNSCallback()
+    callback = GNSCallback(**ALWAYS)
     for trainings in (1, 2):
         trainer_of(Plain(), samples(2 * STEPS * N), tmp_path, callback).train()
         assert len(seen) == trainings and "input_ids" in seen[-1]
@@ -265,7 +265,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
         data = [{**s, "labels": s["labels"].float()} for s in data]
     results = []
     for loss in ("samples", "auto"):
-        model, callback = Classify(squares), GNSCallback(loss=loss)
+        model, callback = Classify(squares), GNSCallback(**ALWAYS, loss=loss)
         trainer = trainer_of(model, data, tmp_path, callback)
         if squares and loss == "auto":
             with pytest.raises(ValueError, match=r"pass GNSCallback\(loss='samples'\)"):
@@ -282,7 +282,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
             batch = hf.default_data_collator(data[k : k + N])
             with gns.microbatch(N, scale=0.5):
                 (model(**batch)["loss"] / 2).backward()
-    callback = GNSCallback()
+    callback = GNSCallback(**ALWAYS)
     trainer_of(Classify(False), data, tmp_path, callback, max_steps=1).train()
     assert callback.compute().trace == pytest.approx(gns.compute().trace, rel=1e-5)
     assert callback.compute().grad_sqnorm == pytest.approx(gns.compute().grad_sqnorm, rel=1e-5)
@@ -299,12 +299,12 @@ class Balanced(Plain):
 def test_refusals(tmp_path: Path) -> None:
     data = samples(2 * N)
     with pytest.raises(ValueError, match="loss of the first micro-batch"):
-        trainer_of(Balanced(), data, tmp_path, GNSCallback()).train()
+        trainer_of(Balanced(), data, tmp_path, GNSCallback(**ALWAYS)).train()
     with pytest.raises(ValueError, match="loss must be 'auto' or one of"):
-        GNSCallback(loss="mean")
+        GNSCallback(**ALWAYS, loss="mean")
     with pytest.raises(RuntimeError, match="not called by a transformers.Trainer"):
-        GNSCallback().on_train_begin(None, None, None)
-    trainer = trainer_of(Plain(), data, tmp_path, GNSCallback())
+        GNSCallback(**ALWAYS).on_train_begin(None, None, None)
+    trainer = trainer_of(Plain(), data, tmp_path, GNSCallback(**ALWAYS))
     trainer.args._n_gpu = 2
     with pytest.raises(NotImplementedError, match="DataParallel"):
         trainer.train()
@@ -333,7 +333,7 @@ class Fails(hf.TrainerCallback):
 @pytest.mark.parametrize("event", ["on_substep_end", "on_step_end"])
 def test_after_an_error(tmp_path: Path, event: str) -> None:
     """In the middle of an update or after it: a new train() reads nothing of what it left."""
-    data, callback = samples(4 * N), GNSCallback()
+    data, callback = samples(4 * N), GNSCallback(**ALWAYS)
     trainer = trainer_of(Plain(), data, tmp_path, callback, Fails(event))
     step = trainer.training_step
 
@@ -351,14 +351,14 @@ def test_after_an_error(tmp_path: Path, event: str) -> None:
 def test_two_losses_in_a_step(tmp_path: Path) -> None:
     args = trainer_of(Plain(), data := samples(2 * N), tmp_path).args
     model = Plain()
-    trainer = Twice(model=model, args=args, train_dataset=data, callbacks=[GNSCallback()])
+    trainer = Twice(model=model, args=args, train_dataset=data, callbacks=[GNSCallback(**ALWAYS)])
     with pytest.raises(gnsfast.ObservationError, match="called compute_loss 2 times"):
         trainer.train()
 
 
 def two_processes(rank: int, folder: str, data: list[Sample]) -> None:
     as_launched(rank)
-    callback = GNSCallback()
+    callback = GNSCallback(**ALWAYS)
     trainer = trainer_of(tiny_gpt(), data, Path(folder), callback, ddp_backend="gloo")
     trainer.train()
     assert trainer.accelerator.num_processes == 2
@@ -413,7 +413,7 @@ class Stops(Plain):
 
 def test_half_an_update_is_not_saved(tmp_path: Path) -> None:
     """A checkpoint that is saved after an error says that it holds no measurements."""
-    callback, data = GNSCallback(), samples(2 * STEPS * N)
+    callback, data = GNSCallback(**ALWAYS), samples(2 * STEPS * N)
     trainer = trainer_of(Stops(), data, tmp_path, callback)
     own = [*trainer.callback_handler.callbacks]
     with pytest.raises(RuntimeError, match="stopped"):

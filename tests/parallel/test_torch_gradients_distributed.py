@@ -48,14 +48,13 @@ def train(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         torch.manual_seed(5 + (rank if wrap is not tensor_parallel else 0))
         for _ in range(5):
-            for _ in range(2):
-                batch = tokens()
-                with nullcontext() if gns is None else gns.microbatch(len(batch[0])):
-                    loss = model(*batch)[1]
-                    (loss / 2).backward()
-                losses.append(loss.item())
-            if gns is not None:
-                gns.update()
+            with nullcontext() if gns is None else gns.update():
+                for _ in range(2):
+                    batch = tokens()
+                    with nullcontext() if gns is None else gns.microbatch(len(batch[0])):
+                        loss = model(*batch)[1]
+                        (loss / 2).backward()
+                    losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
         found.append(losses)
