@@ -40,10 +40,23 @@ def cases() -> dict[str, tuple[nn.Module, Loss, Any, int]]:
     }
 
 
-def updates(model: nn.Module, loss_of: Loss, batch: Any, B: int, every: int | None) -> Any:
-    """A function that runs ``UPDATES`` of them; plain torch's for ``every=None``."""
+CONTESTANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "gnsfast": {},
+    "gnsfast, every=8": {"every": 8},
+    "gnsfast, budget=0.05": {"budget": 0.05},
+    "gnsfast, budget=0.01": {"budget": 0.01},
+    "gnsfast, budget=0.02, torch's gradients": {"budget": 0.02, "gradients": "torch"},
+}
+"""The settings of the estimator, or None for plain torch."""
+
+
+def updates(
+    model: nn.Module, loss_of: Loss, batch: Any, B: int, settings: dict[str, Any] | None
+) -> Any:
+    """A function that runs ``UPDATES`` of them."""
     model = copy.deepcopy(model)
-    gns = None if every is None else gnsfast.GradientNoiseScale(model, every=every)
+    gns = None if settings is None else gnsfast.GradientNoiseScale(model, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def run() -> None:
@@ -61,11 +74,7 @@ def updates(model: nn.Module, loss_of: Loss, batch: Any, B: int, every: int | No
 def tables(rounds: int) -> dict[str, list[dict[str, Any]]]:
     rows = []
     for name, case in cases().items():
-        contestants = {
-            "plain": updates(*case, every=None),
-            "gnsfast": updates(*case, every=1),
-            "gnsfast, every=8": updates(*case, every=8),
-        }
+        contestants = {each: updates(*case, settings) for each, settings in CONTESTANTS.items()}
         for contestant, timing in interleave(contestants, rounds).items():
             ms = round(timing.milliseconds / UPDATES, 3)
             rows.append({"model": name, "contestant": contestant, "ms": ms, "ratio": timing})
