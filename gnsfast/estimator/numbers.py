@@ -84,7 +84,8 @@ class Numbers:
         }
         [update] = updates
         pace = shape["pace"].new_tensor([update.pace]) / self.processes.world
-        return Share(**shape)._replace(p=torch.full_like(shape["p"], torch.nan), pace=pace)
+        nothing = torch.full_like(shape["p"], torch.nan)  # so no flag is raised either
+        return Share(**shape)._replace(p=nothing, q=nothing, pace=pace)
 
     def _share_of(self, updates: list[Update]) -> Share:
         """This process's share. Calls cost more than arithmetic here, so there are few of them."""

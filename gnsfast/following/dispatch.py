@@ -255,10 +255,11 @@ def prepare_compiler() -> None:
         return
     renew_attention()  # compiled code cannot do so itself
     if not is_never_compiled(in_eager_code):
-        in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
         skip_in_compiler(Tracked.__torch_function__, Tracked.detach)
         config = torch.compiler.config
         config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
+        # At last, since it tells that all is done, also after an error in the lines before.
+        in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
 
 
 SIZES = r".*\._gnsfast\..*\.(probe|pair|samples|tokens)"
