@@ -2,7 +2,7 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``families``: of which of transformers' architectures the norms are right;
 ``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
-weights of a training run; ``updates``: what whole updates of small models cost; ``host``: what a
+weights of a training run; ``passes``: what ``source="local"`` costs; ``updates``: what whole updates of small models cost; ``host``: what a
 layer costs in Python.
 """
 
@@ -17,7 +17,7 @@ from benchmarks.cpu import host, updates
 from benchmarks.cpu import parts as cpu
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
-from benchmarks.studies import intervals, present
+from benchmarks.studies import intervals, passes, present
 
 
 class Study:
@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "gpu": (gpu, "the kernels on this GPU: right, then fast"),
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
+    "passes": (Study(passes), "what each pass by itself costs in precision; seconds"),
     "updates": (updates, "of small models; two minutes"),
     "host": (host, "what a layer costs in Python; a minute"),
     "families": (sweep, "what of transformers is right"),

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -17,6 +16,7 @@ from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import Followed
 from gnsfast.integrations.measuring import LOG, Measuring
 from gnsfast.integrations.needed import needed
+from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
 from gnsfast.table import NO_RESULT, Table, learn
@@ -248,7 +248,7 @@ class GNSMonitor(Measuring, Callback):
             with trainer.precision_plugin.train_step_context(), _outermost() as outputs:
                 return pl_module.training_step(batch, *number), outputs
 
-        with patch.multiple(pl_module, log=_drop, log_dict=_drop):
+        with replaced(pl_module, log=_drop, log_dict=_drop):
             table = learn(pl_module, batch, run=run, num_samples=n)
         if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
             raise SampleShapeError(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.integrations.measuring import Measuring
 from gnsfast.integrations.needed import needed
+from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.token_losses import (
     LOSSES,
     Rule,
@@ -56,10 +56,12 @@ class GNSCallback(Measuring, TrainerCallback):
     measurements are saved in the checkpoint, as ``gnsfast.pt``, and a resumed run continues bit for
     bit; any other ``train()`` starts afresh.
 
-    Trainer does not pass itself to callbacks, so the callback finds the Trainer that calls
-    ``on_train_begin`` on the stack. It wraps ``training_step``, ``compute_loss`` and ``log`` until
-    ``on_train_end``. The factor that Trainer multiplies the loss by (for accumulation, processes,
-    ``GradScaler``) is measured: it is the gradient that arrives at the loss.
+    While Trainer trains, the callback stands in for its ``training_step``, ``compute_loss`` and
+    ``log``. Trainer has no events around a forward and a backward pass, none that adds to a log
+    before its reporters see it, and hands no event the Trainer: so the Trainer that calls
+    ``on_train_begin`` is looked up on the stack. The factor that Trainer multiplies the loss by
+    (for accumulation, processes, ``GradScaler``) is measured: it is the gradient that arrives at
+    the loss.
 
     ``callback.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``callback.gns.reset()`` afterwards.
@@ -184,8 +186,8 @@ class GNSCallback(Measuring, TrainerCallback):
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
         self._wrapped = {name: getattr(trainer, name) for name in WRAPPED}
-        for name in WRAPPED:
-            self._undo.enter_context(patch.object(trainer, name, getattr(self, f"_{name}")))
+        ours = {name: getattr(self, f"_{name}") for name in WRAPPED}
+        self._undo.enter_context(replaced(trainer, **ours))
 
     @contextmanager
     def watching(self, trainer: Any) -> Iterator[None]:

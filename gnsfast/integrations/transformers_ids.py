@@ -6,9 +6,10 @@ that the model does not take, and collators make tensors of what is left.
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
-from unittest.mock import patch
 
 import torch
+
+from gnsfast.integrations.replacing import replaced
 
 
 class KeepsColumn:
@@ -48,7 +49,7 @@ def keep_column(trainer: Any, column: str, is_asked: Callable[[], bool]) -> None
             return load(*args, **kwargs)
         kept = [*trainer._signature_columns, column]
         collator = KeepsColumn(trainer.data_collator, column)
-        with patch.multiple(trainer, _signature_columns=kept, data_collator=collator):
+        with replaced(trainer, _signature_columns=kept, data_collator=collator):
             found = load(*args, **kwargs)
         is_dispatched = type(found).__name__ == "DataLoaderDispatcher"
         collator.is_sent = is_dispatched and trainer.accelerator.num_processes > 1

@@ -6,7 +6,6 @@ weight of ``lm_head`` as a tensor, so it never calls the head's module.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
 from gnsfast.functional import linear_cross_entropy
+from gnsfast.integrations.replacing import replaced
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
     if head is None or not head.weight.requires_grad:
         yield
         return
-    with patch.object(model, "forward", _Forward(model, theirs, packed)):
+    with replaced(model, forward=_Forward(model, theirs, packed)):
         yield
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from clients.recipes import Recipe, against, compare
+from clients.recipes import Ran, Recipe, against, compare
 from torch import Tensor, nn
 
 import gnsfast
@@ -14,9 +14,11 @@ import gnsfast
 pytestmark = pytest.mark.dist
 RECIPE = Recipe("torchtitan")
 STEPS, RANKS, LOCAL, T = 8, 2, 4, 64
+ALWAYS = ("measured(config)", "measured(config, budget=0.0)")
+HEAD = ("measured(config)", "measured(config, budget=0.0, head=True)")
 KEEP = (
-    "trainer = make(config)\n",
-    "trainer = make(config)\n"
+    "trainer = config.build()\n",
+    "trainer = config.build()\n"
     "parameters = trainer.model_parts[0].named_parameters()\n"
     "inside = '_checkpoint_wrapped_module.'\n"
     "whole = {name.replace(inside, ''): p.detach().full_tensor() for name, p in parameters}\n"
@@ -25,18 +27,16 @@ KEEP = (
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMAND = [
     (
-        "make = Trainer\n",
+        "trainer = config.build()\ntrainer.train()\ntrainer.close()\n",
         "import os, sys, types\n"
         "from torchtitan.train import main\n"
         "from torchtitan_config import measured\n"
         "from unittest.mock import patch\n"
         "sys.modules['own'] = types.ModuleType('own')\n"
         "sys.modules['own'].tiny = lambda: measured(config)\n"
-        "options = '--module own --config tiny --window 4'.split()\n",
-    ),
-    (
-        "trainer = make(config)\ntrainer.train()\ntrainer.close()\n",
-        "with patch.object(sys, 'argv', ['train', *options]):\n    main()\n",
+        "options = '--module own --config tiny --window 4 --budget 0.0'.split()\n"
+        "with patch.object(sys, 'argv', ['train', *options]):\n"
+        "    main()\n",
     ),
     ("torch.distributed.get_rank() == 0", "os.environ['RANK'] == '0'"),
     (
@@ -63,27 +63,38 @@ def plain_model() -> nn.Module:
     return config.build()
 
 
+def run(folder: Path, ours: bool) -> Ran:
+    """Each update is measured."""
+    return RECIPE.launch(folder, RANKS, ours, edits=[ALWAYS] if ours else ())
+
+
 def test_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = compare(RECIPE, "torchtitan", lambda ours: RECIPE.launch(tmp_path, RANKS, ours), 1)
+    row = compare(RECIPE, "torchtitan", lambda ours: run(tmp_path, ours), 1)
+    assert row["loss"] == "bit-identical"
     monkeypatch.setenv("KEPT", str(tmp_path))
     edits = [("import torch\n", "import os, torch\n"), KEEP]
-    ran = RECIPE.launch(tmp_path, RANKS, edits=edits, LEARNING_RATE=0.0, STEPS=STEPS)
-    model = plain_model()
-    kept = torch.load(tmp_path / "0.pt")
-    assert kept.keys() == dict(model.named_parameters()).keys()
-    model.load_state_dict(kept, strict=False)  # its own hooks rename parts of fused projections
-    generators = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    frozen = {"LEARNING_RATE": 0.0, "STEPS": STEPS}
+    model, generators = (
+        plain_model(),
+        [torch.Generator().manual_seed(rank) for rank in range(RANKS)],
+    )
     batches = [(LOCAL, T + 1)] * 2 * STEPS  # of two micro-batches a step
     words = [torch.randint(0, 40, shape, generator=g) for g in generators for shape in batches]
-    truth = gnsfast.brute_force_noise_scale(model, loss, torch.cat(words), blocks=8)
-    against(row, ran.names["noise_scale"], truth.noise_scale)
-    assert "gns/b_simple" in ran.names["logged"]
+    for measures, has_head in ((HEAD, True), (ALWAYS, False)):
+        ran = RECIPE.launch(tmp_path, RANKS, edits=[*edits, measures], **frozen)
+        kept = torch.load(tmp_path / "0.pt")
+        assert kept.keys() == dict(model.named_parameters()).keys()
+        model.load_state_dict(kept, strict=False)  # its own hooks rename parts of fused projections
+        model.lm_head.requires_grad_(has_head)
+        truth = gnsfast.brute_force_noise_scale(model, loss, torch.cat(words), blocks=8)
+        against(row, ran.names["noise_scale"], truth.noise_scale)
+        assert "gns/b_simple" in ran.names["logged"]
 
 
 def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchtitan's own command, with a module of configurations, measures what the recipe does."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    edits = [('loss_reduction="sum")', 'loss_reduction="sum", window=4)')]
+    edits = [("measured(config)", "measured(config, budget=0.0, window=4)")]
     edits += [("compute().noise_scale", "compute().trace")]  # which is logged at every step
     recipe = RECIPE.launch(tmp_path, RANKS, edits=edits)
     own = RECIPE.launch(tmp_path, RANKS, ours=False, edits=COMMAND)
