@@ -33,8 +33,8 @@ class CoverageRow:
 @dataclass(frozen=True)
 class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` is empty if the norms are
-    proven, else it says why not. ``covered_norm`` is the share of the samples' squared gradient norms
-    that is measured, of the batch that the model was learnt from; NaN where there was none.
+    proven, else it says why not. ``covered_norm`` is the share of the squared gradient norms that
+    is measured, of the samples that the model was learnt from; NaN where there were none.
     """
 
     rows: tuple[CoverageRow, ...]

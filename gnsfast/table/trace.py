@@ -299,9 +299,9 @@ class Recorder(TorchFunctionMode):
             self._note(call, data, results)
             for t in results:
                 if call.is_lookup:
-                    t._gnsfast_looked_up = True  # type: ignore[attr-defined]
+                    t._gnsfast_looked_up = True
                 elif lookup is not None:
-                    t._gnsfast_lookup = lookup  # type: ignore[attr-defined]
+                    t._gnsfast_lookup = lookup
         return out
 
     def _lookup(self, name: str, arguments: list[Any]) -> tuple[Leaf, int] | None:
