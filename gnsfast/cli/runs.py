@@ -191,6 +191,7 @@ class Run:
             **{name: scale.record() if scale else None for name, scale in found.items()},
             "noise_scale_groups": {name: scale.record() for name, scale in groups.items() if scale},
             "covered": self.last("gns/covered"),
+            "covered_norm": self.last("gns/covered_norm"),
             "layers": len(self.last_layers),
             "largest_samples": [{**each, "times_listed": n} for each, n in self.listed],
             "batch_size": self.batch_size,

@@ -445,7 +445,8 @@ class GradientNoiseScale:
         result = summarize(*norms, self._settings.local, modules, self.decay)
         for side, numbers in sides:
             fields |= side.fields(numbers, window, self.decay)
-        fields |= {"covered": slab.covered, "left_out": tuple(slab.left_out)}
+        fields |= {"covered": slab.covered, "covered_norm": slab.covered_norm}
+        fields |= {"left_out": tuple(slab.left_out)}
         fields |= {"every": self._budget.gap, "cost": self._budget.cost}
         fields |= {"errors": self._errors.count}
         return replace(result, **fields)

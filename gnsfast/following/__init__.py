@@ -6,7 +6,11 @@ executes its table.
 from gnsfast.following.dispatch import takes_functions as takes_functions
 from gnsfast.following.functions import CASTS as CASTS
 from gnsfast.following.functions import COPIES as COPIES
+from gnsfast.following.functions import ELEMENTWISE as ELEMENTWISE
+from gnsfast.following.functions import KEEPS as KEEPS
+from gnsfast.following.functions import LOOKUPS as LOOKUPS
 from gnsfast.following.functions import OPENED as OPENED
+from gnsfast.following.functions import PIECES as PIECES
 from gnsfast.following.functions import QUERIES as QUERIES
 from gnsfast.following.functions import name_of as name_of
 from gnsfast.following.functions import numbered as numbered

@@ -24,6 +24,7 @@ from gnsfast.following.functions import (
     COMPILED,
     ELEMENTWISE,
     KEEPS,
+    LOOKUPS,
     OPENED,
     PIECES,
     QUERIES,
@@ -441,7 +442,21 @@ def _expression(
     if name == "embedding" and call.parameters_at == [1] and first.is_whole:
         padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
         return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))
+    if name in LOOKUPS and first.is_whole and (ids := _ids_of_rows(call)) is not None:
+        return Expression(leaves, ROWS, make, rows=(ids, None))
     return Expression(leaves, MADE, make)
+
+
+def _ids_of_rows(call: Call) -> Tensor | None:
+    """The ids of ``table[ids]``, or of ``table.index_select(0, ids)``, as none that count from the
+    end; None for any other index.
+    """
+    if compiling() or call.parameters_at != [0] or call.leaves[0].ndim != 2:
+        return None
+    table, *dim, ids = call.leaves
+    is_list = isinstance(ids, Tensor) and ids.ndim == 1 and ids.dtype == torch.int64
+    is_first = dim == ([0] if call.name == "index_select" else [])
+    return ids % len(table) if is_list and is_first else None
 
 
 def _not_remade(value: Callable[[Leaf], Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from gnsfast.following import packed
 from gnsfast.following.functions import COPIES, IN_PLACE, Call
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Owned, Place
 from gnsfast.following.leaf import (
+    MADE,
     ROWS,
     SAME,
     Expression,
@@ -224,6 +225,12 @@ def spread_out(
         return None
     wide = (1,) * missing + tuple(e.shape)
     d = layout.dim if isinstance(layout, Layout) else 0
+    if isinstance(layout, Chosen) and wide[0] == shape[0] != 1:
+        if expression.kind == ROWS:
+            return _of_chosen(e, shape, layout)
+        if expression.kind != MADE or compiling():
+            return None
+        layout = Owned(layout.owner_N.view(-1, *(1,) * (len(shape) - 1)).expand(shape))
     if wide[d : d + 1] != (1,) and not isinstance(layout, Owned):
         return None
     first = isinstance(layout, Layout) and layout.is_first
@@ -241,11 +248,29 @@ def spread_out(
     if not compiling():
         expression.note_use()
     plan = plan_for([expression], [e], FIRST, rows_per_token=rows_per_token, joins=False)
-    if isinstance(layout, Chosen):
+    if isinstance(layout, (Chosen, Owned)):
         plan = plan._replace(starts=None)
     joins = None if compiling() else expression
     spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
     return beside(bare(e).expand(shape), spread) if plan.norms_alone and not alone else spread
+
+
+def _of_chosen(e: Tensor, shape: torch.Size, chosen: Chosen) -> Tensor:
+    """Rows of a table at ids, one for each row that the data have chosen, looked up sorted by
+    sample: such as the biases of the experts of all rows.
+    """
+    expression = expression_of(e)
+    assert expression is not None and expression.rows is not None
+    leaf, (ids_N, padding_idx) = expression.leaves[0], expression.rows
+    leaf.whole.note_use("rows")
+    plan = plan_for([leaf.whole], [leaf.current], FIRST)
+    plan = plan._replace(starts=chosen.starts(leaf.samples))
+    order_N = chosen.order_N
+    y, _ = functional.embedding(
+        ids_N[order_N], leaf.current, leaf.probe, plan, padding_idx=padding_idx
+    )
+    y = packed.rows_at(y, order_N.argsort()).expand(shape)
+    return beside(e.expand(shape), y) if plan.norms_alone else y
 
 
 def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:

@@ -58,6 +58,9 @@ QUERIES = frozenset(
 COMPILED = KEEPS | SHIFTS | PIECES | {"embedding"}
 """Functions of parameters alone that compiled code follows."""
 
+LOOKUPS = frozenset("__getitem__ index_select embedding".split())
+"""Functions that look up rows of a table at ids."""
+
 CASTS = frozenset(("to", "type_as"))
 COPIES = frozenset("expand expand_as repeat broadcast_to".split())
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())

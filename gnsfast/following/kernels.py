@@ -71,22 +71,32 @@ def _linear(
         return NotImplemented
     leaf, layout, plan, probe = use.leaf, use.layout, use.plan, use.probe
     dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
-    moved = dim if dim > 1 or (dim == 1 and x.ndim == 2) else 0
+    is_plain = x.ndim > 2 and x.shape[1] == leaf.samples
+    moved = dim if dim > 1 or (dim == 1 and not is_plain) else 0
+    in_turns = isinstance(layout, Layout) and leaf.starts is None and layout.interleaved > 1
     if moved:
         x, plan = use.data(x).movedim(moved, 0), plan._replace(batch_dim=0)
+    elif in_turns and isinstance(layout, Layout):
+        x, plan = layout.samples_first(use.data(x), leaf.samples), plan._replace(batch_dim=0)
     operands = bare(weight), bare(bias), probe, plan, () if use.is_sorted else _links(weight)
+    if in_turns:
+        return functional.linear(x, *operands).transpose(0, 1).flatten(0, 2)
     if moved:
         return functional.linear(x, *operands).movedim(0, moved).contiguous()
     return use.run(lambda x: functional.linear(x, *operands), x)
 
 
 def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """A linear layer takes one row of each sample in any dimension, several in dimension 0."""
+    """A linear layer takes consecutive rows of each sample in any dimension, and interleaved ones
+    in dimension 0.
+    """
     if in_rows(x, layout, leaf):
         return True
     if isinstance(layout, Chosen):
         return False
-    return 0 < layout.dim < x.ndim - 1 and x.shape[layout.dim] == leaf.samples
+    if layout.interleaved:
+        return layout.dim == 0 and layout.interleaved > 1
+    return 0 < layout.dim < x.ndim - 1
 
 
 def grouped_mm(

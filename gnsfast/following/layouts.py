@@ -10,27 +10,29 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """Dimension ``dim`` holds B samples of consecutive rows, or if ``interleaved`` rows that are B
-    apart. ``several`` is the number of rows that a sample had there when the table was learnt, 0
-    for one. ``ANY_NUMBER`` stands for any number.
+    """Dimension ``dim`` holds B samples of consecutive rows. If they are ``interleaved``, each has
+    so many rows in turn: 1, or C where [B * C, T] was transposed and made one list. ``several`` is
+    the number of rows that a sample had there when the table was learnt, 0 for one. ``ANY_NUMBER``
+    stands for any number.
     """
 
     dim: int = 0
-    interleaved: bool = False
+    interleaved: int = 0
     several: int = 0
 
     def __str__(self) -> str:
         how = "interleaved rows" if self.interleaved else "rows"
+        how = f"{self.interleaved} {how}" if self.interleaved > 1 else how
         return f"{how} of dimension {self.dim}" if self.several else f"dimension {self.dim}"
 
     @classmethod
-    def of(cls, shape: torch.Size, n: int, dim: int, interleaved: bool = False) -> "Layout":
+    def of(cls, shape: torch.Size, n: int, dim: int) -> "Layout":
         """That of n samples along a dimension of a tensor of this shape."""
-        return cls(dim, interleaved, shape[dim] // n if shape[dim] > n else 0)
+        return cls(dim, 0, shape[dim] // n if shape[dim] > n else 0)
 
     def fits(self, shape: torch.Size | tuple[int, ...], B: int) -> bool:
         """Whether a tensor of this shape may hold B samples so."""
-        if self.dim >= len(shape) or (B and shape[self.dim] % B):
+        if self.dim >= len(shape) or (B and shape[self.dim] % (B * max(self.interleaved, 1))):
             return False
         return bool(self.several) or shape[self.dim] == B
 
@@ -41,28 +43,35 @@ class Layout(NamedTuple):
 
     def samples_first(self, t: Tensor, B: int) -> Tensor:
         """``t`` with the samples in dimension 0 and, if they have several rows, those in
-        ``dim`` + 1.
+        ``dim`` + 1, and if they have several in turn, these in ``dim`` + 2.
         """
         d, n = self.dim, t.shape[self.dim]
         if n == B:
             return t.movedim(d, 0) if d else t
-        parts, dim = ((n // B, B), d + 1) if self.interleaved else ((B, n // B), d)
+        parts, dim = (self._turns(n, B), d + 1) if self.interleaved else ((B, n // B), d)
         first: Tensor = torch.unflatten(t, d, parts).movedim(dim, 0)
         return first
+
+    def _turns(self, n: int, B: int) -> tuple[int, ...]:
+        """What n interleaved rows are: turns of B samples, each of which may have several rows."""
+        run = self.interleaved
+        return (n // (B * run), B, run) if run > 1 else (n // B, B)
 
     def owners(self, shape: torch.Size, B: int, device: torch.device) -> Tensor:
         """The sample of each entry of a tensor of this shape."""
         n = shape[self.dim]
         rows = torch.arange(n, device=device)
-        rows = rows % B if self.interleaved else rows // max(n // max(B, 1), 1)
+        run = self.interleaved
+        rows = rows // run % B if run else rows // max(n // max(B, 1), 1)
         return rows.view(-1, *(1,) * (len(shape) - self.dim - 1)).expand(shape)
 
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's part of ``t``, with as many dimensions."""
         rows = t.shape[self.dim] // B
         if self.interleaved:
-            apart: Tensor = torch.unflatten(t, self.dim, (rows, B))
-            return apart.select(self.dim + 1, b)
+            apart: Tensor = torch.unflatten(t, self.dim, self._turns(t.shape[self.dim], B))
+            one = apart.select(self.dim + 1, b)
+            return one.flatten(self.dim, self.dim + 1) if self.interleaved > 1 else one
         return t.narrow(self.dim, b * rows, rows)
 
     def alone(self, t: Tensor, b: int, B: int) -> Tensor:
@@ -75,13 +84,26 @@ class Lengths:
     learnt from. Where a sample has several rows, their number may grow as its tokens do.
 
     ``pairs`` are sizes of a sample, now and then, of calls in which each sample has one row.
+    ``several`` are for a number of rows in the table those of this pass.
     """
 
     def __init__(self) -> None:
         self.pairs: set[tuple[int, int]] = set()
+        self.several: dict[int, set[int]] = {}
+
+    def clear(self) -> None:
+        """Know nothing of a pass."""
+        self.pairs.clear()
+        self.several.clear()
+
+    def has(self, rows: int) -> bool:
+        """Whether a call of this pass had so many rows of each sample, as in the table."""
+        as_then = self.several.get(rows, {rows}) == {rows}
+        return as_then and any(rows in now for now in self.several.values())
 
     def allows(self, then: int, now: int) -> bool:
         """Whether a sample may have so many rows ``now`` that had ``then`` ones in the table."""
+        self.several.setdefault(then, set()).add(now)
         if now == then:
             return True
         if not self.pairs:  # no call tells so far: all that have several rows must agree

@@ -189,6 +189,9 @@ class Leaf:
         B, rows = self.lanes, layout.several
         if not layout.fits(shape, B):
             return False
+        if layout.interleaved > 1:  # as many in turn as a call before had of each sample
+            if compiling() or not self.lengths.has(layout.interleaved):
+                return False
         if not rows or rows == ANY_NUMBER or compiling():
             return True
         return self.lengths.allows(rows, shape[layout.dim] // max(B, 1))

@@ -42,6 +42,7 @@ def place_of(place: object, x: Tensor, leaf: Leaf) -> Layout | None:
     if isinstance(place, Layout):
         fits = place.fits(x.shape, leaf.rows) or leaf.rows == 1
         plain = place.dim == 0 or x.shape[place.dim] == leaf.rows
+        plain &= place.interleaved <= 1
         return place if leaf.rows and fits and plain else None
     # Without a table only one row, or rows along dimension 0, are known to be in order.
     known = leaf.rows == 1 or (x.ndim and x.shape[0] == (leaf.rows or 1))

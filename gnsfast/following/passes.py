@@ -93,7 +93,7 @@ class Passes:
         probes = self._probes_for(samples, facts)
         some = self.leaves if leaves is None else leaves
         if some:
-            some[0].lengths.pairs.clear()  # those of all leaves
+            some[0].lengths.clear()  # those of all leaves
         is_plain = leaves is None and documents is None and not facts
         is_like = not some or some[0].norms_alone is norms_alone
         if not (is_plain and is_like and probes is self._bound):  # else it is like the pass before

@@ -221,5 +221,6 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return f"{name} {where} is not as in the table of the model. {SHOW}"
     return (
         f"{name} joins it with a number of the whole batch, as a penalty on the weights does, "
-        "which belongs to no sample"
+        "which belongs to no sample. Call penalty.backward() after the block: its gradient "
+        "is added to those of the samples"
     )

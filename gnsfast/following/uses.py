@@ -278,7 +278,7 @@ def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -
         return False
     if layout.dim == 1:
         return features == 1 and x.shape[1] == leaf.samples
-    return layout.dim == 0 and (not layout.interleaved or lead == 1)
+    return layout.dim == 0 and (not layout.interleaved or (lead == 1 == layout.interleaved))
 
 
 def begin(

@@ -62,7 +62,8 @@ def metrics(
     - ``gns/layer/<path>`` is the noise scale of a module, with ``gns/layer_lo/<path>`` and
       ``gns/layer_hi/<path>`` (no suffixes, because a path may end in ``_lo``).
     - ``gns/trace`` is tr Σ, ``gns/grad_sq`` is |G|², and ``gns/covered`` is the share of the
-      trainable elements that ``gns/b_simple`` measures.
+      trainable elements that ``gns/b_simple`` measures. ``gns/covered_norm`` is that of the squared
+      gradient norms, of the samples that the model was learnt from.
     - ``gns/largest`` is the largest share that a sample has in the newest update, with
       ``keep_largest``.
     - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
@@ -93,6 +94,7 @@ def metrics(
         "gns/skipped": result.skipped,
         "gns/drift": result.drift,
         "gns/covered": result.covered,
+        "gns/covered_norm": result.covered_norm,
         "gns/largest": result.largest,
         "gns/every": result.every if result.cost == result.cost else None,
         "gns/cost": result.cost,

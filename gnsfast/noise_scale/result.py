@@ -288,6 +288,8 @@ class NoiseScale(ModuleNoiseScale):
         sign, spectral: the noise scales in the dual norms of sign descent and of spectral descent
             (Muon), where the estimator measures them.
         covered: the share of the trainable elements that the noise scale measures.
+        covered_norm: the same share of the squared gradient norms, of the samples that the model
+            was learnt from.
         left_out: the names of the other trainable parameters. ``gnsfast.coverage`` says why.
         present: the noise scale at the weights of the newest update, by the window's trend; its
             interval also holds how far it leaves the trend from update to update. All other
@@ -314,6 +316,7 @@ class NoiseScale(ModuleNoiseScale):
     sign: DualNoiseScale | None = None
     spectral: DualNoiseScale | None = None
     covered: float = math.nan
+    covered_norm: float = math.nan
     left_out: tuple[str, ...] = ()
     present: Estimate = NO_ESTIMATE
     noise_from: str = "samples"
@@ -380,7 +383,10 @@ class NoiseScale(ModuleNoiseScale):
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
-            of = f"\nmeasured on {percent(self.covered)} of the trainable elements, without {some}"
+            shares = f"{percent(self.covered)} of the trainable elements"
+            if self.covered_norm == self.covered_norm:
+                shares += f" and {percent(self.covered_norm)} of the squared gradient norms"
+            of = f"\nmeasured on {shares}, without {some}"
         units = ""
         if self.noise_from != "samples":
             trace, grad_sqnorm = self.excess

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a whole model, parameter by parameter."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,7 +12,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
 from gnsfast.parallel import in_context_parallel
-from gnsfast.table import BatchHook
+from gnsfast.table import BatchHook, Table
 
 
 class ProbeSlab:
@@ -72,6 +73,16 @@ class ProbeSlab:
         sizes = {leaf.name: leaf.parameter.numel() for leaf in self.followed.leaves}
         missing = sum(sizes[name] for name in self.left_out)
         return 1.0 - missing / max(1, sum(sizes.values()))
+
+    @property
+    def covered_norm(self) -> float:
+        """The share of the squared gradient norms that is measured, of the samples that the model
+        was learnt from; NaN where no batch has shown it.
+        """
+        if not self.left_out:
+            return 1.0
+        table: Table | None = self.followed.table
+        return math.nan if table is None else table.covered_norm
 
     def lost(self) -> list[str]:
         """Those that a batch has shown to have no norms since ``refresh``."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of parameters: how their per-sample norms are found, or why there are none."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
 from gnsfast.following import Followed
-from gnsfast.table.table import Table, aligned
+from gnsfast.table.table import Table, aligned, and_of_norms
 
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
@@ -32,11 +33,13 @@ class CoverageRow:
 @dataclass(frozen=True)
 class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` is empty if the norms are
-    proven, else it says why not.
+    proven, else it says why not. ``covered_norm`` is the share of the squared gradient norms that
+    is measured, of the samples that the model was learnt from; NaN where there were none.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
+    covered_norm: float = math.nan
 
     @property
     def covered_fraction(self) -> float:
@@ -59,7 +62,8 @@ class Coverage:
             for r in self.rows
         ]
         lines = aligned(table, number=1)
-        lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
+        norms = and_of_norms(self.covered_norm)
+        lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements{norms}")
         proven = "proven for the model, not for a loss outside of it"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)
         return "\n".join(lines)
@@ -99,7 +103,8 @@ def coverage(model: nn.Module) -> Coverage:
         note = how if how.startswith("not proven") else ""
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note))
-    return Coverage(tuple(rows), NOT_BEGUN if table is None else "")
+    share = math.nan if table is None else table.covered_norm
+    return Coverage(tuple(rows), NOT_BEGUN if table is None else "", share)
 
 
 NOT_BEGUN = "no batch has gone through the model in a block"

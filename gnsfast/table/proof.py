@@ -222,8 +222,9 @@ def prove(
 ) -> tuple[Proof, Rows, Sequence[Place]]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
     and places that it proves: those that fail as consecutive rows of each sample are tried as
-    interleaved ones. The model is as it is where that is ``training``, else in evaluation mode. No
-    ``rows`` stand for a table that could not be learnt.
+    interleaved ones, so many in turn as another call has rows of each sample. The model is as it is
+    where that is ``training``, else in evaluation mode. No ``rows`` stand for a table that could
+    not be learnt.
     """
     followed, structure, table = trial.followed, trial.followed.structure, rows or {}
     followed.learn(*[table][: rows is not None])
@@ -233,16 +234,22 @@ def prove(
         measured = _measured(trial, places)
         truth = _truths(trial, measured)
         proof = judged(measured, truth, rtol)
-        turned = {name: tuple(map(interleaved, table.get(name, ()))) for name in proof.wrong}
-        turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
-        if structure.on_any(bool(turned)):
+        for run in shared(_runs(table), _joined, structure.groups):
+            turned = {
+                name: tuple(in_turns(row, run) for row in table.get(name, ()))
+                for name in proof.wrong
+            }
+            turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
+            if not structure.on_any(bool(turned)):
+                continue
             followed.learn({**table, **turned})
-            turned_places = [*map(turned_place, places)]
+            turned_places = [turned_place(place, run) for place in places]
             is_same = turned_places == [*places]
-            measured = _measured(trial, turned_places, measured.weighed if is_same else None)
-            again = judged(measured, truth if is_same else _truths(trial, measured), rtol)
+            tried = _measured(trial, turned_places, measured.weighed if is_same else None)
+            truth_of_tried = truth if is_same else _truths(trial, tried)
+            again = judged(tried, truth_of_tried, rtol)
             if not again.reason and len(again.wrong) < len(proof.wrong):
-                places = turned_places
+                places, measured, truth = turned_places, tried, truth_of_tried
             right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
             table = {**table, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
@@ -354,17 +361,31 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     )
 
 
-def interleaved(row: Row) -> Row:
-    """A row of the table whose samples have interleaved rows where they had consecutive ones."""
+def _runs(table: Rows) -> list[int]:
+    """How many rows in turn interleaved samples may have: one, or as many as in another call."""
+    rows = [row for calls in table.values() for row in calls]
+    places = [place for row in rows for place in (*row.arguments, *row.results)]
+    return _joined([1], [p.several for p in places if isinstance(p, Layout) and p.several > 1])
+
+
+def _joined(a: list[int], b: list[int]) -> list[int]:
+    return sorted({*a, *b})
+
+
+def in_turns(row: Row, run: int) -> Row:
+    """A row of the table whose samples have interleaved rows, ``run`` in turn, where they had
+    consecutive ones.
+    """
     both = row.arguments, row.results
-    arguments, results = (tuple(map(turned_place, places)) for places in both)
+    arguments, results = (tuple(turned_place(p, run) for p in places) for places in both)
     return row._replace(arguments=arguments, results=results)
 
 
-def turned_place(place: Any) -> Any:
+def turned_place(place: Any, run: int) -> Any:
     """A place of interleaved rows where it is one of several consecutive ones."""
-    several = isinstance(place, Layout) and place.several
-    return place._replace(interleaved=True) if several else place
+    if not isinstance(place, Layout) or not place.several or place.several % run:
+        return place
+    return place if place.several == run > 1 else place._replace(interleaved=run)
 
 
 def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 """The table of a model: where the samples lie in each call that takes a parameter."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -100,8 +101,10 @@ class Table:
 
     @property
     def covered_norm(self) -> float:
-        """The share of the samples' squared gradient norms that is measured."""
-        return self._share(self.sqnorms)
+        """The share of the samples' squared gradient norms that is measured; NaN where no proof has
+        shown them.
+        """
+        return self._share(self.sqnorms) if any(self.sqnorms.values()) else math.nan
 
     def _share(self, sizes: Mapping[str, float]) -> float:
         total = sum(n for name, n in sizes.items() if name not in self.unreached)
@@ -148,7 +151,7 @@ class Table:
     def summary(self) -> str:
         """How much is measured, and what is left out, why."""
         total = sum(self.sqnorms.values())
-        norms = f" and {self.covered_norm:.1%} of the squared gradient norms" if total else ""
+        norms = and_of_norms(self.covered_norm)
         first = (
             f"{self.model}: {len(self.proofs)} of {len(self.elements)} parameters are measured, "
             f"{self.covered_fraction:.1%} of the elements{norms}."
@@ -173,6 +176,11 @@ class Table:
         calls = [row for rows in self.batches for row in rows.get(name, ()) if row.is_use]
         words = dict.fromkeys(_words(row) for row in calls)
         return ", ".join(words) or "as in the call of its weight"
+
+
+def and_of_norms(share: float) -> str:
+    """What is said behind a share of the elements, of which NaN says nothing."""
+    return "" if math.isnan(share) else f" and {share:.1%} of the squared gradient norms"
 
 
 def aligned(lines: Sequence[Sequence[str]], number: int = -1) -> list[str]:

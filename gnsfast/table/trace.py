@@ -15,8 +15,12 @@ from torch.overrides import TorchFunctionMode
 from gnsfast.following import (
     CASTS,
     COPIES,
+    ELEMENTWISE,
+    KEEPS,
+    LOOKUPS,
     NO_ROWS,
     OPENED,
+    PIECES,
     QUERIES,
     SHARED,
     UNKNOWN,
@@ -54,6 +58,7 @@ class Call(NamedTuple):
     is_data: bool
     per_sample: int | None
     has_grad: bool
+    is_lookup: bool = False
 
 
 Trace = dict[Leaf, list[Call]]
@@ -151,6 +156,8 @@ def _places(
 
     arguments = places(call.arguments, () if other is None else other.arguments)
     results = places(call.results, () if other is None else other.results)
+    if call.is_lookup:
+        return [None if a is None else SHARED for a in arguments], [SHARED for _ in results]
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
@@ -194,17 +201,18 @@ def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], boo
     hold something true.
     """
     sizes, traces, is_half = (n, m), [Trace(), Trace()], False
+    lookups = set[tuple[Leaf, int]]()
     results: list[list[torch.Size]] = [[], []]
     before: list[Any] = [None, None]
     for number in range(MOST_PASSES):
-        i = number % 2
-        recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i])
+        i, known = number % 2, len(lookups)
+        recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i], lookups)
         with recorder:
             out = run(sizes[i])
         results[i] = [_shape(t, sizes[i]) for t in tensors_of(out)]
         traces[i], is_half = recorder.trace, is_half or recorder.is_half
         before[i] = {leaf: [c.is_data for c in calls] for leaf, calls in traces[i].items()}
-        if number and agree(_is_same_as_far(*before)):
+        if number and agree(_is_same_as_far(*before) and len(lookups) == known):
             break
     return Traces(n, m, (traces[0], traces[1]), (results[0], results[1]), is_half)
 
@@ -224,12 +232,14 @@ def _shape(t: Tensor, samples: int) -> torch.Size:
 
 class Recorder(TorchFunctionMode):
     """A pass with ``n`` samples in which each call that takes a parameter is written down.
-    ``other`` is the trace of a pass with ``m`` samples, if there was one.
+    ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those, by
+    their number, whose rows meet rows that the data have chosen: earlier passes show some.
     """
 
-    def __init__(self, n: int, other: Trace, m: int) -> None:
+    def __init__(self, n: int, other: Trace, m: int, lookups: set[tuple[Leaf, int]]) -> None:
         super().__init__()
-        self.n, self.other, self.m = n, other, m
+        self.n, self.other, self.m, self.lookups = n, other, m, lookups
+        self._counts: dict[Leaf, int] = {}
         self.trace: Trace = {}
         self.is_half = False
         self._taken: list[Any] = []  # functions that a tensor class of others has taken
@@ -257,7 +267,11 @@ class Recorder(TorchFunctionMode):
             leaves = [_leaf_of(t) for t in arguments]
             trained = [e for e, t in zip(leaves, arguments) if e is not None and t.requires_grad]
             if not trained:
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+                self._follow_lookups(name, arguments, out)
+                return out
+            lookup = self._lookup(name, arguments)
+            is_view = name in KEEPS | PIECES and hasattr(arguments[0], "_gnsfast_looked_up")
             data = [
                 t if isinstance(t, Tensor) and e is None else None
                 for t, e in zip(arguments, leaves)
@@ -280,14 +294,48 @@ class Recorder(TorchFunctionMode):
                 False,
                 None,
                 torch.is_grad_enabled(),
+                is_view or lookup in self.lookups,
             )
             self._note(call, data, results)
+            for t in results:
+                if call.is_lookup:
+                    t._gnsfast_looked_up = True
+                elif lookup is not None:
+                    t._gnsfast_lookup = lookup
         return out
+
+    def _lookup(self, name: str, arguments: list[Any]) -> tuple[Leaf, int] | None:
+        """The number of a call among those that look up rows of its table at a list of ids."""
+        if name not in LOOKUPS:
+            return None
+        ids = [t for t in arguments if isinstance(t, Tensor) and t.dtype == torch.int64]
+        leaf = _leaf_of(arguments[1 if name == "embedding" else 0])
+        if leaf is None or len(ids) != 1 or ids[0].ndim != 1:
+            return None
+        self._counts[leaf] = number = self._counts.get(leaf, -1) + 1
+        return leaf, number
+
+    def _follow_lookups(self, name: str, arguments: list[Any], out: Any) -> None:
+        """See whether what was looked up meets rows that the data have chosen."""
+        lookups = [(t, t._gnsfast_lookup) for t in arguments if hasattr(t, "_gnsfast_lookup")]
+        if not lookups or not isinstance(out, Tensor):
+            return
+        looked_up, lookup = lookups[0]
+        if name in KEEPS | PIECES and out is not looked_up:
+            out._gnsfast_lookup = lookup  # type: ignore[attr-defined]
+        if name not in ELEMENTWISE:
+            return
+        for x in arguments:
+            if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(looked_up):
+                owners = None if x is looked_up else owners_of(x, self.n)
+                if owners is not None and owners.per_sample:
+                    self.lookups.add(lookup)
 
     def _note(self, call: Call, data: list[Any], results: list[Tensor]) -> None:
         leaf = min(call.leaves, key=lambda leaf: leaf.index)
         calls = self.trace.setdefault(leaf, [])
-        is_data = self._is_data(call, _like(self.other.get(leaf, []), len(calls), call))
+        other = _like(self.other.get(leaf, []), len(calls), call)
+        is_data = not call.is_lookup and self._is_data(call, other)
         if is_data and not any(shape.numel() for shape in call.results):  # an expert without rows
             return
         rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())

@@ -49,8 +49,30 @@ def test_a_result_says_what_it_is_of() -> None:
     assert result.covered == pytest.approx(12 / 75)
     assert result.covered == pytest.approx(gnsfast.coverage(model).covered_fraction)
     assert result.left_out == ("mix", "gain")
-    assert "\nmeasured on 16 % of the trainable elements, without mix, gain" in str(result)
+    assert "\nmeasured on 16 % of the trainable elements and " in str(result)
+    assert "of the squared gradient norms, without mix, gain" in str(result)
     assert metrics(result)["gns/covered"] == result.covered
+    assert 0 < result.covered_norm < 1
+    assert metrics(result)["gns/covered_norm"] == result.covered_norm
+    assert gnsfast.coverage(model).covered_norm == result.covered_norm
+
+
+def test_the_share_of_the_squared_norms() -> None:
+    """Beside those of single samples: those of a are nine times those of b."""
+    model = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
+
+    def run(x: Tensor) -> Tensor:
+        return 3 * x * model["a"] + x * model["b"]
+
+    gnsfast.configure(model, exclude=["a"])
+    table = gnsfast.learn(model, torch.randn(5, 4), run=run)
+    assert table.covered_fraction == 0.5 and table.covered_norm == pytest.approx(0.1)
+    gns = gnsfast.GradientNoiseScale(model, table)
+    with gns.update(5):
+        run(torch.randn(5, 4)).sum().backward()
+    result = gns.compute()
+    assert result.covered_norm == gnsfast.coverage(model).covered_norm == table.covered_norm
+    assert "50 % of the trainable elements and 10 % of the squared gradient norms" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +95,7 @@ def test_the_whole_model_needs_no_words() -> None:
         warnings.simplefilter("error")
         model = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2))
     result = measured(model)
-    assert (result.covered, result.left_out) == (1.0, ())
+    assert (result.covered, result.covered_norm, result.left_out) == (1.0, 1.0, ())
     assert "trainable elements" not in str(result)
     nothing = gnsfast.GradientNoiseScale(model).compute()
     assert "gns/covered" not in metrics(nothing)

@@ -68,17 +68,12 @@ def assert_block(plain: nn.Module, data: Any, B: int, *, missing: str = " ") -> 
 @pytest.mark.parametrize("used", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_implementations(name: str, used: str) -> None:
-    """gpt-oss looks its biases up before any row that a grouped product shows, so it has no norms
-    for them.
-    """
+    """gpt-oss looks its biases up at the ids of sorted rows, before any of them shows a sample."""
     block, data = make(name, 2, experts_implementation=used), batch(3, 7)
     found = chosen(block, name, data[0])
     assert not found[:, 3].any() and not found[0, 2] and found[1:, 2].all()
-    missing = "proj_bias" if used == "grouped_mm" else " "
-    measured = assert_block(block, data, 3, missing=missing)
-    for row in gnsfast.coverage(measured).rows:
-        assert row.static is (missing not in row.parameter)
-        assert row.observed if row.static else "for the same sample alone" in row.reason
+    measured = assert_block(block, data, 3)
+    assert all(row.static and row.observed for row in gnsfast.coverage(measured).rows)
 
 
 @pytest.mark.parametrize(
