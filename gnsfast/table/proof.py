@@ -463,7 +463,7 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
                     parts[k].copy_(value)
                 else:
                     leaves[k].parameter.data = value
-        _forget_twins(leaves)
+        _forget_twins([leaves[k] for k in closed])
         yield
     finally:
         with unfollowed(), torch.no_grad():
@@ -472,7 +472,7 @@ def gates_open(leaves: Sequence[Leaf], groups: Sequence[Any] = ()) -> Iterator[N
                     parts[k].zero_()
                 else:
                     leaves[k].parameter.data = parts[k]
-        _forget_twins(leaves)
+        _forget_twins([leaves[k] for k in closed])
 
 
 def _forget_twins(leaves: Sequence[Leaf]) -> None:

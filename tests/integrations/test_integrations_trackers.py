@@ -55,6 +55,7 @@ def test_metrics_of_a_run() -> None:
         "gns/trace": result.trace,
         "gns/grad_sq": result.grad_sqnorm,
         "gns/covered": 1.0,
+        "gns/covered_norm": 1.0,
         "gns/updates": 8.0,
         "gns/skipped": 0.0,
         "gns/drift": 0.0,
