@@ -137,9 +137,10 @@ MADE_COMPLEX = "complex numbers are made of it, and norms are measured of real o
 def attach(leaf: Leaf, p: Any) -> None:
     """Let functions of ``p`` be seen, as those of ``leaf``."""
     cls = type(p)
+    measured = _measured.get(cls)
     if cls in _plain or leaf.is_opaque:
         return
-    if cls not in _measured:  # such as a DTensor
+    if measured is None:  # such as a DTensor
         members = {"__torch_function__": Measured.__dict__["__torch_function__"]}
         _measured[cls] = measured = type(
             cls.__name__, (cls,), {**members, "__module__": cls.__module__}
@@ -147,7 +148,7 @@ def attach(leaf: Leaf, p: Any) -> None:
         _plain[measured] = cls
     leaf.current = p
     p._gnsfast = leaf.whole
-    p.__class__ = _measured[cls]
+    p.__class__ = measured
 
 
 def release(leaf: Leaf) -> None:
@@ -162,9 +163,10 @@ def release(leaf: Leaf) -> None:
 
 def detach(p: Any) -> bool:
     """Make ``p`` what it was. Returns whether it was attached."""
-    if type(p) not in _plain:
+    plain = _plain.get(type(p))
+    if plain is None:
         return False
-    p.__class__ = _plain[type(p)]
+    p.__class__ = plain
     del p._gnsfast
     return True
 

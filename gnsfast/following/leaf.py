@@ -2,8 +2,8 @@
 """A trainable parameter while a block is open, and the tensors that are made of it."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +89,11 @@ class LeafPass:
 
     failed: str = ""
     joined: bool = False
-    parts: "dict[object, tuple[Expression, Any]]" = field(default_factory=dict)
+    parts: "Mapping[object, tuple[Expression, Any]] | None" = None
     functions: int = 0
     functions_in_backward: int = 0
     uses: int = 0
-    spans: "list[Span | None]" = field(default_factory=list)
+    spans: "tuple[Span | None, ...]" = ()
     links: tuple[Link, ...] = ()
     is_taken: bool = False
 
@@ -101,6 +101,14 @@ class LeafPass:
     def is_begun(self) -> bool:
         """Whether a pass has come to a function that takes it."""
         return bool(self.functions or self.uses)
+
+
+class Notes:
+    """What the leaves of a model share in a pass. ``is_unusual``: the norms of one would be wrong,
+    or its uses have left parts that are joined. Else nobody looks at each leaf.
+    """
+
+    is_unusual = False
 
 
 class Leaf:
@@ -112,14 +120,15 @@ class Leaf:
     ``routes`` the functions in which it meets the data. ``lengths`` say how much longer the samples
     of this pass are. ``probe`` is for uses of this leaf, ``pair`` for those of this leaf and the
     ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its plans;
-    documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
-    ``recent`` are uses of earlier passes, by the number of the function (``uses.begin``). ``made``
-    are the tensors that are made of it. ``known_uses`` and ``is_known_joined`` tell of uses in
-    compiled code, which does not count. ``left_out`` says why it has no norms, and ``refused`` why
-    it has none in any table. ``is_opaque``: no function that takes it can be seen. ``is_half``:
-    data in half precision has met it. ``is_ordered``: the samples lie in other ways in some of its
-    calls than in others of the same name. ``norms_alone``: torch's own functions give the outputs
-    and gradients of the open block, and kernels the norms alone.
+    documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known. All
+    leaves of a model share ``lengths`` and ``notes``. ``recent`` are uses of earlier passes, by the
+    number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
+    ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
+    ``left_out`` says why it has no norms, and ``refused`` why it has none in any table.
+    ``is_opaque``: no function that takes it can be seen. ``is_half``: data in half precision has
+    met it. ``is_ordered``: the samples lie in other ways in some of its calls than in others of the
+    same name. ``norms_alone``: torch's own functions give the outputs and gradients of the open
+    block, and kernels the norms alone.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -129,7 +138,7 @@ class Leaf:
         self.twin: Tensor | None = None
         self.next: Leaf | None = None
         self.samples = 0
-        self.lengths = Lengths()
+        self.lengths, self.notes = Lengths(), Notes()
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
@@ -256,6 +265,7 @@ class Leaf:
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
         self.this_pass.failed = self.this_pass.failed or why
+        self.notes.is_unusual = True
 
 
 NO_ROWS = frozenset[int]()
@@ -342,7 +352,7 @@ class Expression:
                 this_pass.joined |= span is None or not all(map(span.is_apart, this_pass.spans))
             this_pass.joined |= self.kind != SAME
             this_pass.uses += 1
-            this_pass.spans.append(span)
+            this_pass.spans += (span,)
 
     def fail(self, why: str) -> None:
         """Note that the norms of all its leaves would be wrong in this pass."""

@@ -130,9 +130,12 @@ class Followed:
                 leaf.current = leaf.parameter
             if leaf.made:
                 release(leaf)
-            leaf.this_pass.links = ()
-            leaf.twin = leaf.whole.twin = None
-            leaf.this_pass.parts.clear()
+            if leaf.twin is not None:
+                leaf.twin = leaf.whole.twin = None
+            if leaf.this_pass.links:
+                leaf.this_pass.links = ()
+            if leaf.this_pass.parts:
+                leaf.this_pass.parts = None
         open_beside[0] -= self.is_open and self.passes.asked.norms_alone
         self.is_open, self.watcher = False, nobody
 

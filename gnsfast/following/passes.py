@@ -28,24 +28,29 @@ class Asked(NamedTuple):
     norms_alone: bool = False
 
 
-class Rows(Mapping[Leaf, Tensor]):
-    """The probe rows [1, B + 2 + G] of the leaves that a pass has reached.
-
-    ``tensors`` hold them, each those of a leaf, or those of two that share a probe, in turn;
-    ``leaves`` are all of them in this order. A leaf that had both has two entries.
+class Sharing:
+    """The leaves of some probes, each that of one leaf, or that of two in turn. ``leaves`` are all
+    of them in this order. A leaf that has both has two entries.
     """
 
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.tensors: list[Tensor] = []
-        self._sharing: list[tuple[Leaf, ...]] = []
-        for leaf in leaves:  # the longest loop of a pass
-            if (rows := leaf.probe.grad) is not None:
-                self.tensors.append(rows)
-                self._sharing.append((leaf,))
-            if leaf.next is not None and (rows := leaf.pair.grad) is not None:
-                self.tensors.append(rows)
-                self._sharing.append((leaf, leaf.next))
-        self.leaves = [*chain(*self._sharing)]
+    def __init__(self, of_probes: Sequence[tuple[Leaf, ...]] = ()) -> None:
+        self.of_probes, self.leaves = of_probes, [*chain(*of_probes)]
+
+
+class Rows(Mapping[Leaf, Tensor]):
+    """The probe rows [1, B + 2 + G] of the leaves that a pass has reached: ``tensors`` hold them,
+    one for each probe.
+    """
+
+    def __init__(self, tensors: list[Tensor], sharing: Sharing) -> None:
+        self.tensors, self.leaves, self._sharing = tensors, sharing.leaves, sharing.of_probes
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> "Rows":
+        """Those that are in the probes of ``leaves``."""
+        probes = [(probe, of_probe) for leaf in leaves for probe, of_probe in _sharing_of(leaf)]
+        reached = [(p.grad, of_probe) for p, of_probe in probes if p.grad is not None]
+        return cls([rows for rows, _ in reached], Sharing([of_probe for _, of_probe in reached]))
 
     @functools.cached_property
     def _rows_of(self) -> dict[Leaf, Tensor]:
@@ -74,26 +79,29 @@ class Rows(Mapping[Leaf, Tensor]):
 class Passes:
     """The probes of ``leaves``. ``asked`` is what the open block measures. ``last`` are the rows of
     the user's pass in the open block, and ``reached`` are the leaves of the last one, if there was
-    one.
+    one. ``_arrived`` are the numbers of the probes that its backward pass has reached so far.
     """
 
     def __init__(self, leaves: list[Leaf]) -> None:
         self.leaves, self.asked = leaves, Asked()
         self.last: Rows | None = None
         self.reached: Sequence[Leaf] | None = None
-        self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        self._key: Any = None  # of the probes of the open block
-        self._bound: list[tuple[Tensor, Tensor]] | None = None  # those of norms alone in all leaves
+        self._probes: dict[Any, list[Tensor]] = {}  # of each leaf two, its probe and its pair
+        self._open: list[Tensor] = []
+        self._bound: list[Tensor] | None = None  # those of norms alone in all leaves
+        self._arrived: list[int] = []
+        self._last_arrived: tuple[list[int], Sharing] = [], Sharing()
         self._watched: set[Any] = set()
         self._watcher: Callable[[], Any] = nobody
 
     def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
         """Begin a pass for some ``leaves``, or for all."""
         samples, facts, documents, norms_alone = asked
-        probes = self._probes_for(samples, facts)
+        probes = self._open = self._probes_for(samples, facts)
         some = self.leaves if leaves is None else leaves
         if some:
             some[0].lengths.clear()  # those of all leaves
+            some[0].notes.is_unusual = False
         is_plain = leaves is None and documents is None and not facts
         is_like = not some or some[0].norms_alone is norms_alone
         if not (is_plain and is_like and probes is self._bound):  # else it is like the pass before
@@ -104,11 +112,15 @@ class Passes:
                 if starts is not leaf.starts:
                     leaf.starts = starts if starts is None else starts.to(leaf.current.device)
                     leaf.tokens = 0 if documents is None else documents.tokens
-                leaf.probe, leaf.pair = probes[leaf.index]
+                leaf.probe, leaf.pair = probes[2 * leaf.index : 2 * leaf.index + 2]
                 leaf.samples, leaf.norms_alone = samples, norms_alone
+                leaf.probe.grad = leaf.pair.grad = None
             self._bound = probes if is_plain else None
+        else:
+            for number in self._arrived:
+                probes[number].grad = None
+        self._arrived = []
         for leaf in some:
-            leaf.probe.grad = leaf.pair.grad = None
             leaf.open()
 
     def begin_trial(self, samples: int, documents: Documents | None = None) -> None:
@@ -116,13 +128,11 @@ class Passes:
         asked = self.asked._replace(samples=samples, facts={}, documents=documents)
         self.begin(asked, self.leaves)
 
-    def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
+    def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[Tensor]:
         """Leaves of zeros [P, B + 2 + G], which store one number each."""
         some = next(iter(facts.values()), NOTHING)
         groups = 0 if some.groups is None else len(some.groups.sizes_G)
         key = samples, groups
-        if samples == self.asked.samples:
-            self._key = key
         probes = self._probes.pop(key, None)
         if probes is None:
             if len(self._probes) >= KEPT:
@@ -132,9 +142,14 @@ class Passes:
             probes = []
             for leaf in self.leaves:
                 zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
-                probe, pair = (zero.expand(n, samples + 2 + groups) for n in (1, 2))
-                probes.append((probe.requires_grad_(), pair.requires_grad_()))
+                both = (zero.expand(n, samples + 2 + groups) for n in (1, 2))
+                probes += [probe.requires_grad_() for probe in both]
         self._probes[key] = probes  # the newest: those of the open block stay
+        if samples == self.asked.samples and key not in self._watched:
+            self._watched.add(key)  # once: a hook takes 8 µs to register, and 1 to run
+            reference = weakref.ref(self)  # Python cannot see that C++ holds it
+            for number, probe in enumerate(probes):
+                probe.register_post_accumulate_grad_hook(partial(_arrived, reference, number))
         return probes
 
     def watch(self, watcher: Any) -> None:
@@ -142,12 +157,6 @@ class Passes:
         if it is None.
         """
         self._watcher = nobody if watcher is None else weakref.ref(watcher)
-        if watcher is None or self._key in self._watched:
-            return
-        self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
-        reference = weakref.ref(self)  # Python cannot see that C++ holds it
-        for probe in self.probes:
-            probe.register_post_accumulate_grad_hook(partial(_arrived, reference))
 
     @property
     def probes(self) -> list[Tensor]:
@@ -157,7 +166,7 @@ class Passes:
     @property
     def is_reached(self) -> bool:
         """Whether backward has reached a probe of the last pass."""
-        return any(e.probe.grad is not None or e.pair.grad is not None for e in self.leaves)
+        return bool(self._arrived)
 
     def forget_probes(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
@@ -167,9 +176,9 @@ class Passes:
     def rows(self, leaves: Sequence[Leaf] | None = None) -> Rows:
         """The rows that a pass has left: one of the user, or for ``leaves`` one of our own."""
         is_own = leaves is not None
+        rows_of = self._left() if leaves is None else Rows.of(leaves)
         leaves = self.leaves if leaves is None else leaves
-        rows_of = Rows(leaves)
-        if any([leaf.this_pass.parts for leaf in leaves]):
+        if self.is_unusual and any(leaf.this_pass.parts for leaf in leaves):
             B = leaves[0].samples
             with torch.no_grad():
                 for leaf, rows in settle(list(leaves), B).items():
@@ -177,13 +186,29 @@ class Passes:
                         rows[:, B + 1].masked_fill_(rows_of[leaf][:, B + 1] != 0, torch.inf)
                     rows_of[leaf] = rows
                 for leaf in leaves:
-                    leaf.this_pass.parts.clear()
-        for leaf in [leaf for leaf in leaves if leaf.is_lost_in_graphs]:
-            if leaf in rows_of and not leaf.this_pass.uses:
+                    leaf.this_pass.parts = None
+        for leaf in [leaf for leaf in leaves if not leaf.this_pass.uses]:  # of compiled code
+            if leaf.is_lost_in_graphs and leaf in rows_of:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
         if not is_own:
             self.last, self.reached = rows_of, rows_of.leaves
         return rows_of
+
+    def _left(self) -> Rows:
+        """The rows that the user's pass has left in its probes."""
+        arrived = sorted({*self._arrived})
+        before, sharing = self._last_arrived
+        if before != arrived:
+            of_probes = [of_probe for leaf in self.leaves for _, of_probe in _sharing_of(leaf)]
+            sharing = Sharing([of_probes[number] for number in arrived])
+            self._last_arrived = arrived, sharing
+        left: list[Any] = [self._open[number].grad for number in arrived]
+        return Rows(left, sharing)
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether the pass has left something to look for in each leaf (``Notes``)."""
+        return bool(self.leaves) and self.leaves[0].notes.is_unusual
 
 
 KEPT = 8
@@ -223,13 +248,22 @@ def _of_finite(t: Tensor, weights: Tensor) -> Tensor:
     return weights if is_finite.all() else weights.masked_fill(~is_finite, 0.0)
 
 
+def _sharing_of(leaf: Leaf) -> Iterator[tuple[Tensor, tuple[Leaf, ...]]]:
+    """The probe and the pair of a leaf, with the leaves of each."""
+    yield leaf.probe, (leaf,)
+    yield leaf.pair, (leaf,) if leaf.next is None else (leaf, leaf.next)
+
+
 def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
     return [probe for leaf in leaves for probe in (leaf.probe, leaf.pair)]
 
 
-def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:
+def _arrived(passes: "weakref.ref[Passes]", number: int, probe: Tensor) -> None:
     open_passes = passes()
-    if open_passes is not None and (watcher := open_passes._watcher()) is not None:
+    if open_passes is None or open_passes._open[number] is not probe:  # or the graph is older
+        return
+    open_passes._arrived.append(number)
+    if (watcher := open_passes._watcher()) is not None:
         try:
             watcher.arrives()
         except Exception as error:

@@ -89,9 +89,10 @@ Part = Operands | Dense
 def leave(expression: Expression, part: Part, use: object) -> None:
     """Leave a part of the norms of a joined parameter. ``use`` tells one use from all others."""
     leaf = expression.leaves[0]
-    if use in leaf.this_pass.parts:
+    leaf.notes.is_unusual, parts = True, leaf.this_pass.parts or {}
+    if use in parts:
         expression.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
-    leaf.this_pass.parts[use] = expression, part
+    leaf.this_pass.parts = {**parts, use: (expression, part)}
 
 
 def is_wanted(expressions: Sequence[Expression]) -> bool:
@@ -115,7 +116,7 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     """
     parts: dict[Leaf, list[tuple[Expression, Part]]] = {}
     for leaf in leaves:
-        for expression, part in leaf.this_pass.parts.values():
+        for expression, part in (leaf.this_pass.parts or {}).values():
             for taken in expression.leaves:
                 parts.setdefault(taken, []).append((expression, part))
     rows_of: dict[Leaf, Tensor] = {}

@@ -13,7 +13,7 @@ from torch import nn
 from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.functions import chance_of
 from gnsfast.following.layouts import Lengths
-from gnsfast.following.leaf import Leaf
+from gnsfast.following.leaf import Leaf, Notes
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.kept import held_by, kept_chance, kept_grads, kept_state
 from gnsfast.parallel import parameters_at_rest, sharding_groups, shared
@@ -38,13 +38,13 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._version = _registrations[0]
-        self.lengths = Lengths()
+        self.lengths, self.notes = Lengths(), Notes()
         names, at_rest = excluded_names(model), parameters_at_rest(model)
         of: dict[int, Leaf] = {}
         for name, p in model.named_parameters():
             if p.requires_grad and not nn.parameter.is_lazy(p):
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
-                leaf.lengths = self.lengths
+                leaf.lengths, leaf.notes = self.lengths, self.notes
                 leaf.is_opaque = bool(why := why_opaque(p))
                 leaf.refused = leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())
@@ -55,8 +55,11 @@ class Structure:
         holders_of = Counter(of[id(p)] for _, p in every if id(p) in of)
         for leaf, holders in holders_of.items():
             leaf.is_shared = holders > 1
-        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
-        self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
+        self._held = [
+            (m._parameters, n, p, p.requires_grad, p.get_device())
+            for m in model.modules()
+            for n, p in parameters_of(m)
+        ]
         norms = ((n, m) for n, m in model.named_modules() if isinstance(m, BatchNorm))
         self._batch_norms = [(n, weakref.ref(m)) for n, m in norms]
         self.is_gathered = any(map(is_fully_sharded, model.modules()))
@@ -86,18 +89,18 @@ class Structure:
             model = self.model
             now = [(m._parameters, n, p) for m in model.modules() for n, p in parameters_of(m)]
             same = len(now) == len(self._held) and all(
-                a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
+                a is b and n == o and p is q for (a, n, p), (b, o, q, *_) in zip(now, self._held)
             )
             if not (same or self.is_gathered):
                 return False
             self._version = _registrations[0]
         if self.is_gathered:  # FSDP2 swaps parameters in and out
             return True
-        for (parameters, name, p), (trained, device) in zip(self._held, self._facts):
+        for parameters, name, p, is_trained, device in self._held:
             if (
                 parameters.get(name) is not p
-                or p.requires_grad is not trained
-                or p.device != device
+                or p.requires_grad is not is_trained
+                or p.get_device() != device
             ):
                 return False
         return True
@@ -107,9 +110,9 @@ class Structure:
         """Whether a trained parameter was replaced since the last look."""
         if self._version == _registrations[0]:
             return False
-        held = zip(self._held, self._facts)
+        held = self._held
         return any(
-            parameters.get(n) is not p for (parameters, n, p), (trained, _) in held if trained
+            parameters.get(n) is not p for parameters, n, p, is_trained, _ in held if is_trained
         )
 
     def sharded(self) -> Iterator[Any]:

@@ -44,7 +44,7 @@ class ProbeSlab:
         for leaf in self.leaves:
             self._of_device.setdefault(leaf.parameter.device, []).append(leaf)
         self.devices = list(self._of_device)
-        self.rows = Rows(())
+        self.rows = Rows.of(())
 
     def _measured(self) -> list[Leaf]:
         """The parameters that have norms by now."""
@@ -118,7 +118,7 @@ class ProbeSlab:
     @property
     def uses(self) -> tuple[int, ...]:
         """How many uses of each parameter the pass had."""
-        return tuple([leaf.expected or 1 for leaf in self.leaves])
+        return tuple([leaf.this_pass.uses or leaf.known_uses or 1 for leaf in self.leaves])
 
     def each(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: a row of each parameter that was reached."""
@@ -147,22 +147,23 @@ class ProbeSlab:
             )
         self.rows = self.followed.passes.rows()
         # The rows of uses that were joined are not what backward left.
-        joined = (
-            p.grad for leaf in self.leaves if leaf.this_pass.joined for p in (leaf.probe, leaf.pair)
-        )
+        unusual = self.leaves if self.followed.passes.is_unusual else ()
+        of_joined = [leaf for leaf in unusual if leaf.this_pass.joined]
+        joined = (p.grad for leaf in of_joined for p in (leaf.probe, leaf.pair))
         left = (*self.rows.tensors, *(grad for grad in joined if grad is not None))
         if any(rows.requires_grad for rows in left):
             raise ObservationError(
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
                 "that you measure without it."
             )
-        for leaf in self.leaves:
+        for leaf in [leaf for leaf in self.leaves if leaf.is_ordered]:
             if leaf.is_unordered:
                 leaf.fail(
                     f"{leaf.this_pass.functions} functions take it, not the number of the table, "
                     "in some of which the samples lie in another way. gnsfast.learn(model, batch) "
                     "with this batch shows them"
                 )
+        for leaf in self.leaves if self.followed.passes.is_unusual else ():
             if leaf.this_pass.failed:
                 raise ObservationError(
                     f"{leaf.name}: {leaf.this_pass.failed}. If this is no mistake, leave it out: "
@@ -189,7 +190,7 @@ class ProbeSlab:
     def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
         followed = self.followed
         followed.refuse_batch_statistics()
-        self.rows = Rows(())
+        self.rows = Rows.of(())
         followed.open(self.num_samples, facts, documents, self, self._norms_alone)
         followed.passes.watch(self)
         if BatchHook.is_needed(followed, self.num_samples, documents):

@@ -391,6 +391,7 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
         passes.begin(passes.asked, followed.leaves)
         for leaf, state, twin, whole_twin in kept:
             leaf.this_pass, leaf.twin, leaf.whole.twin = state, twin, whole_twin
+            leaf.notes.is_unusual = True  # perhaps
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
