@@ -2,8 +2,8 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``families``: of which of transformers' architectures the norms are right;
 ``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
-weights of a training run; ``passes``: what ``source="local"`` costs in precision; ``updates``: what
-whole updates of small models cost; ``host``: what a layer costs in Python.
+weights of a training run; ``passes``: what ``source="local"`` costs; ``updates``: what whole
+updates of small models cost; ``host``: what a layer costs in Python.
 """
 
 import argparse
