@@ -19,7 +19,12 @@ MODULES = [m.name for m in pkgutil.walk_packages(gnsfast.__path__, "gnsfast.")]
 @pytest.mark.second
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:  # of a trainer that only make clients installs
+        if ": pip install" not in str(error):
+            raise
+        pytest.skip(str(error))
     names = {"gnsfast": gnsfast, "torch": torch}
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
