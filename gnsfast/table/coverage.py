@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.following import Followed
-from gnsfast.table.table import Table, aligned
+from gnsfast.table.table import Table, aligned, of_loss
 
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
@@ -32,11 +32,12 @@ class CoverageRow:
 @dataclass(frozen=True)
 class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` is empty if the norms are
-    proven, else it says why not.
+    proven, else it says why not; ``loss`` is that of the table.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
+    loss: str = ""
 
     @property
     def covered_fraction(self) -> float:
@@ -60,8 +61,7 @@ class Coverage:
         ]
         lines = aligned(table, number=1)
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
-        proven = "proven for the model, not for a loss outside of it"
-        lines.append(f"not proven: {self.proof}" if self.proof else proven)
+        lines.append(f"not proven: {self.proof}" if self.proof else of_loss(self.loss))
         return "\n".join(lines)
 
 
@@ -99,7 +99,9 @@ def coverage(model: nn.Module) -> Coverage:
         note = how if how.startswith("not proven") else ""
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note))
-    return Coverage(tuple(rows), NOT_BEGUN if table is None else "")
+    if table is None:
+        return Coverage(tuple(rows), NOT_BEGUN)
+    return Coverage(tuple(rows), loss=table.loss)
 
 
 NOT_BEGUN = "no batch has gone through the model in a block"

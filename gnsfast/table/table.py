@@ -11,6 +11,9 @@ from typing import Any
 from gnsfast.errors import ObservationError
 from gnsfast.following import Followed, Layout, Place, Row
 
+PROVEN = "proven"
+"""What a table says of a loss whose gradient is the weighted sum of those of its samples."""
+
 Rows = Mapping[str, tuple[Row, ...]]
 
 
@@ -25,7 +28,8 @@ class Table:
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
     of elements, and the squared norms of the samples' gradients, added up over the few samples.
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
-    mode, ``has_documents``: and for packed documents.
+    mode, ``has_documents``: and for packed documents. ``loss`` is ``"proven"`` of a loss that
+    ``learn(loss=...)`` was given, or why it is not; empty without one.
     """
 
     model: str
@@ -39,6 +43,7 @@ class Table:
     is_half: bool = False
     is_trained: bool = False
     has_documents: bool = False
+    loss: str = ""
 
     def __or__(self, other: "Table") -> "Table":
         """The table of both batches. A parameter is measured if one of them proves it and none
@@ -70,6 +75,7 @@ class Table:
             is_half=self.is_half or other.is_half,
             is_trained=self.is_trained or other.is_trained,
             has_documents=self.has_documents and other.has_documents,
+            loss=min(self.loss, other.loss, key=(PROVEN, "").__contains__) or self.loss or other.loss,
         )
 
     def tell(self, followed: Followed) -> None:
@@ -154,10 +160,7 @@ class Table:
             f"{self.covered_fraction:.1%} of the elements{norms}."
         )
         if not all(how.startswith("not proven") for how in self.proofs.values()):
-            first += (
-                " This is proven for the model, not for a loss outside of it: "
-                "gnsfast.verify(model, loss, batch) sees that."
-            )
+            first += f" This is {of_loss(self.loss)}."
         text = [first]
         titles: dict[str, list[list[str]]] = {}
         for names in _alike(self.left_out, self.left_out.__getitem__):
@@ -173,6 +176,14 @@ class Table:
         calls = [row for rows in self.batches for row in rows.get(name, ()) if row.is_use]
         words = dict.fromkeys(_words(row) for row in calls)
         return ", ".join(words) or "as in the call of its weight"
+
+
+def of_loss(loss: str) -> str:
+    """What the ``loss`` of a table says, in words."""
+    if loss == PROVEN:
+        return "proven for the model and the loss"
+    why = loss or "gnsfast.learn(model, batch, loss=...) was not given it"
+    return f"proven for the model, not for the loss: {why}"
 
 
 def aligned(lines: Sequence[Sequence[str]], number: int = -1) -> list[str]:
