@@ -7,4 +7,13 @@ from gnsfast.table.learn import learn
 from gnsfast.table.proof import NO_RESULT
 from gnsfast.table.table import PROVEN, Table
 
-__all__ = ["NO_RESULT", "PROVEN", "BatchHook", "Coverage", "CoverageRow", "Table", "coverage", "learn"]
+__all__ = [
+    "NO_RESULT",
+    "PROVEN",
+    "BatchHook",
+    "Coverage",
+    "CoverageRow",
+    "Table",
+    "coverage",
+    "learn",
+]

@@ -132,8 +132,10 @@ def learn(
     followed.open(num_samples)
     try:
         table = table_of(followed, run, batch, num_samples, take, documents, unproven)
-        return table if loss_of is None else of_loss(
-            followed, table, loss_of, batch, num_samples, take, tokens
+        return (
+            table
+            if loss_of is None
+            else of_loss(followed, table, loss_of, batch, num_samples, take, tokens)
         )
     finally:
         followed.close()

@@ -2,8 +2,8 @@
 """The proof of a loss: is the gradient of a batch the weighted sum of those of its samples, with
 the weights that the noise scale takes them to have?
 
-The noise scale takes a sample's weight in a mean to be u_b = L_b / Σ L, where L_b are its tokens, or
-1 without ``tokens``; in a sum it is 1. A loss that divides by what the batch happens to hold has
+The noise scale takes a sample's weight in a mean to be u_b = L_b / Σ L, where L_b are its tokens,
+or 1 without ``tokens``; in a sum it is 1. A loss that divides by what the batch happens to hold has
 other weights, or none, where samples meet in it. Gradients are compared in 4,096 numbers: random
 signs, added up in random places. A gradient that is such a sum is one in these numbers too, and
 one that is not differs in them.
@@ -47,7 +47,9 @@ def loss_proof(trial: Trial, weights: Tensor | None, rtol: float) -> str:
         return shared(f"it does not take a single sample ({error})", max, structure.groups)
     each = torch.stack(samples)
     each[weights_B == 0] = 0.0  # of padding: a mean over nothing is no number
-    return shared(_verdict(batch, each, weights_B, weights is not None, rtol), _worse, structure.groups)
+    return shared(
+        _verdict(batch, each, weights_B, weights is not None, rtol), _worse, structure.groups
+    )
 
 
 def _verdict(batch: Tensor, each: Tensor, weights_B: Tensor, is_weighted: bool, rtol: float) -> str:
@@ -69,14 +71,16 @@ def _verdict(batch: Tensor, each: Tensor, weights_B: Tensor, is_weighted: bool, 
         return PROVEN
     shares_B = _shares(batch, each, rtol)
     if shares_B is None:
-        return f"samples meet in it: its gradient is no weighted sum of those of its samples. {ADVICE}"
+        return (
+            f"samples meet in it: its gradient is no weighted sum of those of its samples. {ADVICE}"
+        )
     some = " : ".join(f"{share:.3g}" for share in shares_B[:4].tolist())
-    than = "tokens=" if is_weighted else "equal weights"
+    than = "those in tokens=" if is_weighted else "equal ones"
+    more = " : ..." if len(each) > 4 else ""
     return (
-        f"its samples have other weights than {than} says, {some}{' : ...' if len(each) > 4 else ''}. "
-        "Give the weight of each sample, such as that of its class or the number of its tokens that "
-        f"count: gnsfast.learn(model, batch, loss=loss, tokens=weights) and "
-        "gns.update(n, tokens=weights)"
+        f"its samples have other weights than {than}, {some}{more}. Give the weight of each "
+        "sample, such as that of its class or the number of its tokens that count: "
+        "gnsfast.learn(model, batch, loss=loss, tokens=weights) and gns.update(n, tokens=weights)"
     )
 
 
@@ -136,7 +140,8 @@ def _scalar(loss: Any) -> Tensor:
     first = next((t for t in tensors_of(loss) if t.numel() == 1 and t.requires_grad), None)
     if first is None:
         raise TypeError("the loss function returned no number with a gradient")
-    return first.reshape(())
+    number: Tensor = first.reshape(())
+    return number
 
 
-ADVICE = "The page docs/how-to/losses.md says what to write for each such loss"
+ADVICE = "The page docs/how-to/left-out.md says what has no gradient of a single sample"
