@@ -3,6 +3,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
+from gnsfast.table.loss import loss_proof
+from gnsfast.table.outputs import outermost
 from gnsfast.table.proof import (
     ModelError,
     Proof,
@@ -42,6 +46,9 @@ OF_TWO = (
 
 OF_DOCUMENTS = "losses of single documents"
 
+Loss = Callable[[nn.Module, Any], Any]
+"""``loss(model, batch)`` is the loss that is trained."""
+
 FEW = 3
 """So many samples of a batch are looked at; two are too few to tell a sample from all others."""
 
@@ -55,6 +62,8 @@ def learn(
     num_samples: int | None = None,
     cu_seqlens: Tensor | None = None,
     unproven: str = "leave_out",
+    loss: Loss | None = None,
+    tokens: Tensor | None = None,
 ) -> Table:
     """The table of a model: for each call that takes a parameter, where the samples are, and how
     the norms of their gradients were proven. Its only effect is this value.
@@ -79,9 +88,16 @@ def learn(
             samples, and a loss of every second document must give the others no gradient.
         unproven: "measure" also measures parameters that the batch gives no gradient, and those of
             a model none of whose results belongs to single samples.
+        loss: ``loss(model, batch)`` is your loss, a number. The batch is then what this takes, and
+            without ``run`` the results are those of the modules that it calls. The loss is proven
+            too: is the gradient of a batch the sum of those of its samples, or their mean with the
+            weights ``tokens``? This runs it once for up to 16 samples, and for each of them alone.
+        tokens: the weight of each sample [num_samples] in a ``loss`` that is a weighted mean: what
+            blocks get as ``gns.update(n, tokens=...)``.
 
     Raises:
-        ValueError: for a batch without samples, and for an unknown ``unproven``.
+        ValueError: for a batch without samples, for an unknown ``unproven``, and for ``tokens``
+            that are not one weight for each sample of a ``loss``.
         SampleShapeError: if no tensor of the batch has so many samples, and there is no ``take``.
         ObservationError: if a batch norm uses the statistics of its batch, if packed documents
             attend to each other, if the model does not take some of the samples, and inside of a
@@ -100,17 +116,58 @@ def learn(
         num_samples = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
     if num_samples < 1:
         raise ValueError("The batch has no samples. Give a batch with tensors, or num_samples=.")
+    if tokens is not None and (loss is None or tokens.shape != (num_samples,)):
+        raise ValueError(
+            f"tokens are the weights of the {num_samples} samples in a loss, a tensor "
+            f"[{num_samples}]: learn(model, batch, loss=loss, tokens=weights)."
+        )
     followed = Followed.of(unwrapped(model))
     followed.refuse_batch_statistics()
     documents = None
     if cu_seqlens is not None:
         documents = document_slots(cu_seqlens, len(cu_seqlens) - 1, len(cu_seqlens) - 1)
-    run = run or _call(followed.structure.model)
+    loss_of = None if loss is None else partial(loss, followed.structure.model)
+    if run is None:
+        run = _call(followed.structure.model) if loss_of is None else with_outputs(loss_of)
     followed.open(num_samples)
     try:
-        return table_of(followed, run, batch, num_samples, take, documents, unproven)
+        table = table_of(followed, run, batch, num_samples, take, documents, unproven)
+        return (
+            table
+            if loss_of is None
+            else of_loss(followed, table, loss_of, batch, num_samples, take, tokens)
+        )
     finally:
         followed.close()
+
+
+def with_outputs(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What gives the loss of a batch, and what the modules return that make it."""
+
+    def run(batch: Any) -> Any:
+        with outermost() as outputs:
+            return loss_of(batch), outputs
+
+    return run
+
+
+def of_loss(
+    followed: Followed,
+    table: Table,
+    loss_of: Callable[[Any], Any],
+    batch: Any,
+    num_samples: int,
+    take: Take | None = None,
+    tokens: Tensor | None = None,
+) -> Table:
+    """The table of an open model with the proof of the loss of its batch."""
+    structure = followed.structure
+    samples = _samples(structure, batch, num_samples, take)
+    structure.arguments = samples.batch
+    rtol = 5e-2 if table.is_half else 1e-3
+    with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
+        shown = loss_proof(Trial(followed, loss_of, samples, []), tokens, rtol)
+    return replace(table, loss=shown)
 
 
 def _call(model: nn.Module) -> Callable[[Any], Any]:
