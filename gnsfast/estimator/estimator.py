@@ -2,6 +2,7 @@
 """``GradientNoiseScale`` measures the noise scale of a training run in its own backward passes."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,9 @@ from gnsfast.following import Followed, unwrapped
 from gnsfast.guard import Guard
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.probing import checks
-from gnsfast.table import Table
+from gnsfast.table import PROVEN, Table
+
+LOG = logging.getLogger("gnsfast")
 
 
 class GradientNoiseScale:
@@ -159,6 +162,7 @@ class GradientNoiseScale:
         """Forget all measurements, and read the model's parameters anew."""
         self.discard()
         self._observer: Observer | None = None
+        self._has_warned = False
         self._seen = self._measured = 0
         self._budget = Budget(self.budget, self.every)
 
@@ -190,7 +194,7 @@ class GradientNoiseScale:
         self,
         num_samples: int | None = None,
         *,
-        tokens: int | Tensor | None = None,
+        tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         groups: Sequence[Any] | Tensor | None = None,
@@ -317,7 +321,7 @@ class GradientNoiseScale:
         self,
         num_samples: int,
         *,
-        tokens: int | Tensor | None = None,
+        tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         groups: Sequence[Any] | Tensor | None = None,
@@ -331,10 +335,12 @@ class GradientNoiseScale:
             num_samples: the number of samples on this process.
             tokens: the number of tokens that the loss counts, in total or for each sample
                 [num_samples]. Give it if the loss is a mean (or sum) over the tokens of samples
-                of unequal length.
+                of unequal length. In any other weighted mean it is the weight of each sample, such
+                as that of its class: numbers of any size, floats too. ``learn(loss=...)`` proves
+                them.
             scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches,
                 without that of a ``grad_scaler``. It changes the noise scale only if micro-batches
-                have different factors. Tensors, also of ``tokens``, are read at the block's end.
+                weigh tokens unequally: see ``NoiseScale.unequal``. Tensors, also of ``tokens``, are read at the block's end.
             cu_seqlens: needed if samples are documents packed into rows: integers [documents + 1]
                 on the CPU. If all rows of the batch are one list, they are the first row of each
                 document, and then the end of the last (``gnsfast.cu_seqlens`` makes them from
@@ -369,7 +375,7 @@ class GradientNoiseScale:
     def _measured_pass(
         self,
         block: Block,
-        tokens: int | Tensor | None,
+        tokens: float | Tensor | None,
         scale: float | Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Iterator[None]:
@@ -448,8 +454,17 @@ class GradientNoiseScale:
         fields |= {"covered": slab.covered, "covered_norm": slab.covered_norm}
         fields |= {"left_out": tuple(slab.left_out)}
         fields |= {"every": self._budget.gap, "cost": self._budget.cost}
-        fields |= {"errors": self._errors.count}
-        return replace(result, **fields)
+        fields |= {"errors": self._errors.count, "loss": self._doubt(observer)}
+        result = replace(result, **fields)
+        if (warning := result.warning) and not self._has_warned:
+            self._has_warned = True
+            LOG.warning("%s", warning)
+        return result
+
+    def _doubt(self, observer: Observer) -> str:
+        """Why the loss is not proven, if it was asked."""
+        table = observer.slab.followed.table
+        return "" if table is None or table.loss == PROVEN else table.loss
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""

@@ -97,6 +97,10 @@ class Numbers:
             return t.new_zeros(len(updates), *t.shape[1:]).index_add_(0, of_pass, t)
 
         on, sums_P2K, calls_PK = self.processes, *self._of_passes(passes)
+        scalars_PS = torch.stack([self._scalars(each) for each in passes])
+        if self._settings.local:
+            sums_PK2, scalars_PK = loss_factors.per_token(sums_P2K.mT, scalars_PS[:, None])
+            sums_P2K, scalars_PS = sums_PK2.mT, scalars_PK[:, 0]
         reach = of_updates(sums_P2K[:, 1].sum(1, True).sqrt())
         # All tensor-parallel processes have measured the same.
         p, q = (of_updates(sums_P2K) / on.tensor).unbind(1)
@@ -120,7 +124,7 @@ class Numbers:
         return Share(
             p=p,
             q=q,
-            scalars=of_updates(torch.stack([self._scalars(each) for each in passes])) / on.tensor,
+            scalars=of_updates(scalars_PS) / on.tensor,
             sides=sides,
             pace=p.new_tensor([update.pace for update in updates]) / on.world,
             calls=of_updates(calls_PK),

@@ -245,7 +245,7 @@ class Observer:
         self,
         before: list[Pass],
         num_samples: int,
-        tokens: int | Tensor | None,
+        tokens: float | Tensor | None,
         scale: float | Tensor | None,
     ) -> Pass:
         slab = self.slab

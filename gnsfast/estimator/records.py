@@ -24,7 +24,7 @@ class Pass(NamedTuple):
     rows: list[Tensor]
     uses: tuple[int, ...]
     num_samples: int
-    tokens: int | Tensor | None
+    tokens: float | Tensor | None
     scale: float | Tensor
     loss_scale: Tensor | None
     samples: list[Tensor]

@@ -76,9 +76,10 @@ class Table:
             is_half=self.is_half or other.is_half,
             is_trained=self.is_trained or other.is_trained,
             has_documents=self.has_documents and other.has_documents,
-            loss=min(self.loss, other.loss, key=(PROVEN, "").__contains__)
-            or self.loss
-            or other.loss,
+            loss=next(
+                (loss for loss in (self.loss, other.loss) if loss not in (PROVEN, "")),
+                self.loss or other.loss,
+            ),
         )
 
     def tell(self, followed: Followed) -> None:
