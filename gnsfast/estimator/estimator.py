@@ -340,7 +340,8 @@ class GradientNoiseScale:
                 them.
             scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches,
                 without that of a ``grad_scaler``. It changes the noise scale only if micro-batches
-                weigh tokens unequally: see ``NoiseScale.unequal``. Tensors, also of ``tokens``, are read at the block's end.
+                weigh tokens unequally: see ``NoiseScale.unequal``. Tensors, also of ``tokens``, are
+                read at the block's end.
             cu_seqlens: needed if samples are documents packed into rows: integers [documents + 1]
                 on the CPU. If all rows of the batch are one list, they are the first row of each
                 document, and then the end of the last (``gnsfast.cu_seqlens`` makes them from

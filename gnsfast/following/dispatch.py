@@ -58,6 +58,7 @@ from gnsfast.following.uses import bare
 from gnsfast.functional import beside
 from gnsfast.tensors import writes
 from gnsfast.torch_internals import (
+    StopRecomputation,
     break_graph,
     is_compiler_loaded,
     is_never_compiled,
@@ -183,6 +184,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         before = first._version if isinstance(first, Tensor) else 0
     try:
         return followed(func, args, kwargs)
+    except StopRecomputation:
+        raise
     except Exception as error:
         with unfollowed():
             is_written = isinstance(first, Tensor) and first._version != before

@@ -12,7 +12,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
 from gnsfast.functional import Documents
 from gnsfast.parallel import in_context_parallel
-from gnsfast.table import BatchHook, Table
+from gnsfast.table import BatchHook, Table, Take
 
 
 class ProbeSlab:
@@ -21,12 +21,15 @@ class ProbeSlab:
     A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
     the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
     ``caller`` is the model with the wrappers that the user calls. ``gradients`` says who makes
-    those of its blocks: ``"fused"`` kernels, or ``"torch"``. ``is_split``: the pass ran inside
+    those of its blocks: ``"fused"`` kernels, or ``"torch"``. ``take`` cuts samples out of the batch
+    that the first block learns from. ``is_split``: the pass ran inside
     torch's ``context_parallel``.
     """
 
-    def __init__(self, caller: nn.Module, gradients: str = "fused") -> None:
-        self._caller, self._norms_alone = caller, gradients == "torch"
+    def __init__(
+        self, caller: nn.Module, gradients: str = "fused", take: Take | None = None
+    ) -> None:
+        self._caller, self._norms_alone, self._take = caller, gradients == "torch", take
         if gradients != "fused":  # the check takes 2 µs
             check_choice("gradients", gradients, ("fused", "torch"))
         self.model = unwrapped(caller)
@@ -195,7 +198,7 @@ class ProbeSlab:
         followed.passes.watch(self)
         if BatchHook.is_needed(followed, self.num_samples, documents):
             where = followed, self._caller, self.num_samples, documents
-            self._hook = BatchHook(*where, self.learned)
+            self._hook = BatchHook(*where, self.learned, self._take)
 
     def learned(self) -> None:
         """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""

@@ -81,9 +81,11 @@ def learn(
         run: what is called with the batch in place of the model, such as a step that calls its
             parts. What it returns of each sample, such as logits, is what norms are proven on.
         take: ``take(batch, samples)`` is a batch of some samples, given as a list of numbers of
-            which some come twice. By default these rows of each tensor whose first dimension has
-            the size ``num_samples``, or its second one where the first has not.
-        num_samples: by default the size of dimension 0 of the batch's first tensor.
+            which some come twice. A number K stands for rows b, b + n, ..., b + (K - 1) n, such as
+            2 for the chosen answers and then the rejected ones. By default these rows of each
+            tensor whose first dimension has the size ``num_samples``, or its second one where the
+            first has not.
+        num_samples: by default the size of dimension 0 of the batch's first tensor, over K.
         cu_seqlens: as in ``per_sample_sqnorms``, if the batch holds packed documents: rows count as
             samples, and a loss of every second document must give the others no gradient.
         unproven: "measure" also measures parameters that the batch gives no gradient, and those of
@@ -114,6 +116,7 @@ def learn(
         raise ValueError(f"unproven must be 'leave_out' or 'measure', not {unproven!r}")
     if num_samples is None:
         num_samples = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
+        num_samples //= take if isinstance(take, int) else 1
     if num_samples < 1:
         raise ValueError("The batch has no samples. Give a batch with tensors, or num_samples=.")
     if tokens is not None and (loss is None or tokens.shape != (num_samples,)):

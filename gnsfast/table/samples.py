@@ -14,8 +14,10 @@ from gnsfast.tensors import map_tensors, tensors_of
 TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 """The line by which a user says where the samples are."""
 
-Take = Callable[[Any, list[int]], Any]
-"""``take(batch, samples)`` is a batch of these samples, some of which may come twice."""
+Take = Callable[[Any, list[int]], Any] | int
+"""``take(batch, samples)`` is a batch of these samples, some of which may come twice. A number K
+says that the rows b, b + n, ..., b + (K - 1) n of n samples are sample b.
+"""
 
 
 class Samples(NamedTuple):
@@ -25,7 +27,7 @@ class Samples(NamedTuple):
 
     batch: Any
     n: int
-    take: Take | None
+    take: Callable[[Any, list[int]], Any] | None
     layouts: tuple[Layout | None, ...]
 
     @classmethod
@@ -36,14 +38,20 @@ class Samples(NamedTuple):
             SampleShapeError: if no tensor of the batch has ``n`` of them, and there is no ``take``.
         """
         tensors = tensors_of(batch)
-        layouts = tuple(_layout_of(t, n) for t in tensors)
-        holds = any(layout and not layout.several for layout in layouts)
+        if isinstance(take, int):
+            rows = take * n
+            layouts = tuple(_of_turns(t, take, n) for t in tensors)
+            holds, take = any(layout and layout.several for layout in layouts), None
+        else:
+            rows = n
+            layouts = tuple(_layout_of(t, n) for t in tensors)
+            holds = any(layout and not layout.several for layout in layouts)
         if take is None and n > 1 and not holds:
             shapes = ", ".join(str([*t.shape]) for t in tensors[:4]) or "none"
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
-                "none of which has dimension 0 or 1 of that size. Check the number of samples. If "
-                f"it is right, say how to cut samples out of a batch: {TAKE}."
+                f"none of which has dimension 0 or 1 of size {rows}. Check the number of samples. "
+                f"If it is right, say how to cut samples out of a batch: {TAKE}."
             )
         return cls(batch, n, take, layouts)
 
@@ -78,6 +86,13 @@ class Samples(NamedTuple):
 
 def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _of_turns(t: Tensor, rows_per_sample: int, n: int) -> Layout | None:
+    """Samples whose rows come in turn: all first rows, all second ones."""
+    if not t.ndim or t.shape[0] not in (n, rows_per_sample * n):
+        return None
+    return Layout(0) if t.shape[0] == n else Layout(0, 1, rows_per_sample)
 
 
 def _layout_of(t: Tensor, n: int) -> Layout | None:
