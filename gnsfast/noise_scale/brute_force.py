@@ -77,11 +77,10 @@ def brute_force_noise_scale(
     q = torch.cat([q, q - 2 * sums_KN @ sum_N + sums_KN.square().sum(1)])
     grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, n.square(), n)
     trace = statistics.trace_estimate(p, grad_sqnorm, n, n)
-    values = (
-        blocks * each[:1] - (blocks - 1) * each[1:]
-        for each in (trace[:, None], grad_sqnorm[:, None])
+    trace, grad_sqnorm = (
+        blocks * each[:1, None] - (blocks - 1) * each[1:, None] for each in (trace, grad_sqnorm)
     )
-    [found] = statistics.moments(*values, torch.ones(blocks, dtype=torch.float64))
+    [found] = statistics.moments(trace, grad_sqnorm, torch.ones(blocks, dtype=torch.float64))
     return from_moments(found)
 
 
