@@ -94,8 +94,10 @@ def text_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def split_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The usual plan: vocabulary, heads and features split; norms see their share of the tokens."""
+def split_heads(model: nn.Module, mesh: DeviceMesh, logits: Shard | None = None) -> nn.Module:
+    """The usual plan: vocabulary, heads and features split; norms see their share of the tokens.
+    The ``logits`` are gathered, or stay split.
+    """
     split, whole = Shard(1), Replicate()
     inputs = PrepareModuleInput(input_layouts=split, desired_input_layouts=whole)
     plan = {
@@ -108,7 +110,9 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "block.up": ColwiseParallel(input_layouts=split),
         "block.down": RowwiseParallel(output_layouts=split),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=whole),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=logits or whole, use_local_output=logits is None
+        ),
     }
     return parallelize_module(model, mesh, plan)
 
