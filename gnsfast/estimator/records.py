@@ -97,8 +97,8 @@ class Share(NamedTuple):
     """What a process has of U updates: columns that all processes sum. They are those of ``Window``
     and ``Flags``, its part of the mean ``pace`` [U, 2], and the sum of the norms of its passes
     (``reach`` [U, 1]), which bounds that of the update. Under tensor parallelism each place there
-    has four columns of ``replicas``: 1, the part of q that data-parallel replicas share, its square,
-    and the part of p of the parameters that it does not share with other places.
+    has four columns of ``replicas``: 1, the part of q that data-parallel replicas share, its
+    square, and the part of p of parameters that each place has whole.
     """
 
     p: Tensor

@@ -130,12 +130,13 @@ MESSAGES = {
         "their own each need a process_group of their own.)"
     ),
     "parts": (
-        "Tensor-parallel processes have different gradients of parameters that are no DTensor, such "
-        "as {whole}. Each process has those of its heads, tokens or rows alone, and squared norms of parts "
-        "do not add up, not even if the gradients are summed later. Let DTensor know the parts: "
-        "SequenceParallel(sequence_dim=...) of the dimension that is split for a norm, and "
-        "nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for a parameter of which each process "
-        "holds a part. Or leave it out before training: gnsfast.configure(model, exclude=[...])."
+        "Tensor-parallel processes measured different gradients of parameters that are no DTensor, "
+        "such as {whole}. Each process has the gradient of its own heads, tokens or rows, and "
+        "squared norms of parts do not add up, not even if the gradients are summed later. Let "
+        "torch know the parts. For a norm of which the input is split: "
+        "SequenceParallel(sequence_dim=...) with the dimension that is split. For a parameter of "
+        "which each process holds a part: nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])). Or "
+        "leave it out before training: gnsfast.configure(model, exclude=[...])."
     ),
     "zeroed": (
         "All gradients are zero at the end of gns.update(). Call optimizer.zero_grad() after the "
