@@ -86,7 +86,7 @@ class Observer:
         if not slab.parameters:
             checks.refuse_nothing(slab.followed)
         spread = fsdp_degrees(self.model)
-        parameters = slab.parameters.values()
+        parameters: list[Any] = [*slab.parameters.values()]
         self._replicas = [id(p) not in spread for p in parameters]
         self._whole = [
             not is_dtensor(p) or p.device_mesh.size() == spread.get(id(p)) for p in parameters

@@ -6,7 +6,7 @@ or an error says why not.
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -377,3 +377,31 @@ def test_two_processes() -> None:
 
 def test_four_processes() -> None:
     spawn(pictures, 4)
+
+
+def test_a_weight_of_two_stages() -> None:
+    """Tied embeddings, of which each has a part of the gradient: left out, the rest adds up."""
+    torch.manual_seed(1)
+    first = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Tanh())
+    last = nn.Sequential(nn.Linear(D, D), nn.Linear(D, V, bias=False))
+    last[1].weight.data.copy_(first[0].weight)
+    whole = nn.Sequential(*map(copy.deepcopy, (first, last)))
+    whole[1][1].weight = whole[0][0].weight
+    for model, tied in ((first, "0"), (last, "1"), (whole, "0.0")):
+        gnsfast.configure(model, exclude=[tied])
+    models = first, last, whole
+    stages = [gnsfast.GradientNoiseScale(model, unit="micro_batch") for model in models]
+    for batches in drawn(texts):
+        with stages[0].update(), stages[1].update(), stages[2].update():
+            for ids, labels in batches:
+                with ExitStack() as blocks:
+                    for gns in stages:
+                        blocks.enter_context(gns.microbatch(N, scale=1 / 2))
+                    for logits in (last(first(ids)), whole(ids)):
+                        (F.cross_entropy(logits.mT, labels) / 2).backward()
+        for model in models:
+            model.zero_grad()
+    parts, truth = [gns.compute() for gns in stages[:2]], stages[2].compute()
+    for name in ("trace", "grad_sqnorm"):
+        total = sum(getattr(part, name) for part in parts)
+        assert total == pytest.approx(getattr(truth, name), rel=1e-4)  # float32
