@@ -397,7 +397,7 @@ def twin_of(leaf: Leaf) -> Tensor:
 
 def expression_of(t: Any) -> Expression | None:
     """What a tensor made of parameters alone is made of; None for any other value."""
-    return getattr(t, "_gnsfast", None) if isinstance(t, Tensor) else None  # Dynamo's numbers
+    return getattr(t, "_gnsfast", None)
 
 
 def fail(tree: Any, why: str) -> None:

@@ -23,12 +23,16 @@ T, V, UPDATES = 6, 11, 64
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.norm = nn.Embedding(V, 8), nn.LayerNorm(8)
+        self.tokens, self.norm, self.groups = (
+            nn.Embedding(V, 8),
+            nn.LayerNorm(8),
+            nn.GroupNorm(2, 8),
+        )
         self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, V)
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
+        x = self.groups(self.tokens(ids).mT).mT
         out: Tensor = self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
         return out
 
