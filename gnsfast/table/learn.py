@@ -14,7 +14,7 @@ from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
-from gnsfast.parallel import shared
+from gnsfast.parallel import refuse_context_parallel, shared
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
 from gnsfast.table.loss import loss_proof
 from gnsfast.table.outputs import outermost
@@ -194,6 +194,7 @@ def table_of(
     unproven: str = "leave_out",
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
+    refuse_context_parallel()
     structure = followed.structure
     samples = _samples(structure, batch, num_samples, take)
     B = max(samples.n, 1)
