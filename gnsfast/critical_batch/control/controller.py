@@ -80,6 +80,10 @@ class ControllerSettings(Settings):
             up.append(up[-1] * self.growth)
         return (*down[:0:-1], *up)
 
+    @property
+    def shrinks(self) -> bool:
+        return self.min_batch_size is not None
+
     def smaller(self, batch_size: int) -> int | None:
         """The batch size that one of ``batch_size`` may shrink to, if any."""
         if self.min_batch_size is None or batch_size % (self.growth * self.samples_at_once):
