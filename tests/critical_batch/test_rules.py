@@ -242,7 +242,9 @@ def test_decay_in_the_gradient_has_no_timescale(kind: str, options: dict[str, An
     with pytest.raises(ValueError, match=f"{kind} adds its weight decay to the gradient"):
         Rules(weight_decay="timescale").apply(optimizer, 4)
     assert optimizer.param_groups[0]["lr"] == 1e-3
-    Rules("keep", weight_decay="timescale").apply(make(parameter(), lr=1e-3, **options), 4)  # has none
+    Rules("keep", weight_decay="timescale").apply(
+        make(parameter(), lr=1e-3, **options), 4
+    )  # has none
 
 
 @pytest.mark.parametrize("k", [0, -1, math.nan, math.inf])
