@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,10 @@ def invoke(*arguments: str, source: str = "0:32", code: int = 0) -> str:
     return result.output
 
 
+def sizes_of(found: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(s["threshold_tokens"], s["batch_size_samples"]) for s in found["stages"]]
+
+
 SEESAW = ("--seesaw", "linear", "--b-crit", "300:128:400")
 
 
@@ -184,12 +189,12 @@ def test_command() -> None:
     given = ("--seesaw", "cosine", "--warm-up", "50K", "--b-crit", "300:256:400")
     found = json.loads(invoke(*given, "--json"))
     schedule = made(FALLING["cosine"])
-    assert [(s["threshold"], s["batch_size"]) for s in found["stages"]] == [*schedule.thresholds]
+    assert sizes_of(found) == [*schedule.thresholds]
     rates = [stage["lr_of_peak"] for stage in found["stages"][1:]]
     assert rates == pytest.approx([2 ** (-k / 2) for k in (1, 2, 3)], rel=1e-2)
     assert found["shape"] == "cosine" and "your cosine schedule" in " ".join(invoke(*given).split())
     found = json.loads(invoke("--late", "0.75", "--max-batch", "80", "--b-crit", "99", "--json"))
-    assert [(s["threshold"], s["batch_size"]) for s in found["stages"]] == [(0, 32), (750_000, 80)]
+    assert sizes_of(found) == [(0, 32), (750_000, 80)]
     assert found["stages"][1]["lr_of_peak"] is None
 
 
