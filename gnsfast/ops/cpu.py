@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnsfast import reference
 from gnsfast.ops import cpu_product
-from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
+from gnsfast.signatures import ConvWgrad, EmbeddingWgrad, LinearWgrad, NormBackward
 
 DTYPES = (torch.float32, torch.bfloat16)
 LINEAR_DTYPES = (*DTYPES, torch.float16)
@@ -114,6 +114,11 @@ def linear_norms(a: LinearWgrad) -> Tensor:
         rows[0, :B] = sqnorm_B
     rows[:, -1] = 1.0
     return rows
+
+
+def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ConvWgrad``. The kernel of linear layers multiplies patches."""
+    return reference.conv_wgrad(a, linear_wgrad)
 
 
 BLOCK = 1 << 18
