@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gnsfast.reference.linear import linear_wgrad
@@ -21,16 +20,23 @@ from gnsfast.tensors import accumulate_dtype
 CACHED = 1 << 20
 """The most numbers of patches, and of samples' gradients, that are made at a time: 4 MiB."""
 
-PASSES = 4
-"""How often ``by_sample`` reads and writes a gradient of each sample beside its products: torch
-makes it in blocks and copies it, then it is stacked, squared and added. Measured crossovers agree.
-"""
+CALL = 1 << 17
+"""The numbers that patches copy in the time that one call of torch takes beside its products."""
+
+
+Linear = Callable[[LinearWgrad], tuple[Tensor, ...]]
+Copy = Callable[[Tensor, Tensor], None]
+
+
+def copy_channels_last(to: Tensor, t: Tensor) -> None:
+    """Copy ``t`` [n, C, *size] to [n, *size, C]."""
+    to.copy_(t.movedim(1, -1))
 
 
 def conv_wgrad(
-    a: ConvWgrad, linear: Callable[[LinearWgrad], tuple[Tensor, ...]] = linear_wgrad
+    a: ConvWgrad, linear: Linear = linear_wgrad, copy: Copy = copy_channels_last
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``ConvWgrad``. ``linear`` multiplies patches."""
+    """See ``ConvWgrad``. ``linear`` multiplies patches, which ``copy`` makes."""
     x, dy, B = a.x, a.dy, a.samples
     dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     rows = []
@@ -38,7 +44,7 @@ def conv_wgrad(
         dw = a.results()[0].zero_()
         rows.append(probe_rows([(x.new_zeros(B + 1),)], B, x))
     elif a.weight:
-        dw, row = by_patches(a, linear) if takes_patches(a) else by_sample(a)
+        dw, row = by_patches(a, linear, copy) if takes_patches(a) else by_sample(a)
         rows.append(row)
     if a.bias:
         sum_nO = dy.flatten(2).sum(2, dtype=accumulate_dtype(x.dtype))
@@ -48,13 +54,12 @@ def conv_wgrad(
 
 
 def takes_patches(a: ConvWgrad) -> bool:
-    """Whether the copies of x and dy in ``by_patches`` have fewer numbers than the gradients of
-    samples that ``by_sample`` moves.
+    """Whether ``by_patches`` moves fewer numbers beside its products than ``by_sample``: for each
+    sample its patches and its dy, not a call and a gradient. Groups have no patches.
     """
     unfolded = math.prod(max(1.0, k / s) for k, s in zip(a.kernel[1:], a.stride[1:]))
     copies = (unfolded * a.x.numel() + a.dy.numel()) / a.samples
-    own = a.dy.shape[1] * a.x.shape[1] * math.prod(a.kernel)
-    return a.groups == 1 and copies < PASSES * own
+    return a.groups == 1 and copies < CALL + a.dy.shape[1] * a.x.shape[1] * math.prod(a.kernel)
 
 
 def by_sample(a: ConvWgrad) -> tuple[Tensor, Tensor]:
@@ -76,77 +81,69 @@ def by_sample(a: ConvWgrad) -> tuple[Tensor, Tensor]:
     return dw.to(a.dtype), probe_rows([(*norms, norm(dw))], B, x)
 
 
-def by_patches(
-    a: ConvWgrad, linear: Callable[[LinearWgrad], tuple[Tensor, ...]]
-) -> tuple[Tensor, Tensor]:
+def by_patches(a: ConvWgrad, linear: Linear, copy: Copy) -> tuple[Tensor, Tensor]:
     """dW and its probe row [1, B + 2], from the products of a linear layer. Each row of the kernel
     has one, with patches that are one kernel row high, so that only the other dimensions are
     unfolded. Kernel rows that do not overlap have one together.
     """
     x, dy, B, kernel = a.x, a.dy, a.samples, a.kernel
-    n, C, O, acc = len(x), x.shape[1], dy.shape[1], accumulate_dtype(x.dtype)
+    rows_a_sample, C, O = len(x) // B, x.shape[1], dy.shape[1]
     overlap = kernel[0] > a.stride[0]
     high = kernel[0] if overlap else 1
-    across = dy.shape[3:].numel()
-    T = dy.shape[2:].numel()
-    parts = x.new_zeros((high, O, C * math.prod(kernel) // high), dtype=acc)
-    row = x.new_ones((1, B + 2), dtype=torch.float64)
-    rows_a_sample = n // B
-    a_sample = max(rows_a_sample * T * parts.shape[2], 1)
-    together = max(1, CACHED // a_sample) * rows_a_sample
-    for first in range(0, n, together):
-        some = slice(first, first + together)
-        patches_nRK = patches(x[some], kernel, a.stride, a.padding, a.dilation, overlap)
-        dy_BTO = channels_last(dy[some]).reshape(-1, rows_a_sample * T, O)
-        of = slice(first // rows_a_sample, first // rows_a_sample + len(dy_BTO))
-        row[0, of] = 0.0
-        for i, part in enumerate(parts):
+    across, T = dy.shape[3:].numel(), dy.shape[2:].numel()
+    K, acc = C * math.prod(kernel) // high, accumulate_dtype(x.dtype)
+    parts_HOK = x.new_zeros((high, O, K), dtype=acc)
+    rows_HB = x.new_zeros((high, B), dtype=torch.float64)
+    together = max(1, CACHED // (rows_a_sample * T * K))
+    for first in range(0, B, together):
+        some = slice(first * rows_a_sample, (first + together) * rows_a_sample)
+        patches_nRK = patches(x[some], a, overlap, copy)
+        dy_BTO = channels_last(dy[some], [0] * len(kernel), 0, copy).view(-1, rows_a_sample * T, O)
+        for i, part_OK in enumerate(parts_HOK):
             down, phase = divmod(i * a.dilation[0], a.stride[0])
-            at = (phase * (patches_nRK.shape[1] // (across * a.stride[0])) + down) * across
-            x_BTK = patches_nRK[:, at : at + T].reshape(-1, rows_a_sample * T, part.shape[1])
-            own, _, own_row, _ = linear(LinearWgrad(x_BTK, dy_BTO, True, False, False, acc))
-            part += own
-            row[0, of] += own_row[0, :-2]
-    row[0, B] = norm(parts).double().square_()[0]
-    dw = parts.view(high, O, *kernel[1 if overlap else 0 :], C)
-    dw = dw.transpose(0, 1) if overlap else dw[0]
-    return dw.movedim(-1, 1).to(a.dtype).contiguous(), row.to(torch.float32)
+            at = phase * patches_nRK.shape[1] // a.stride[0] + down * across
+            x_BTK = patches_nRK[:, at : at + T].reshape(len(dy_BTO), -1, K)
+            own_OK, _, row, _ = linear(LinearWgrad(x_BTK, dy_BTO, True, False, False, acc))
+            part_OK += own_OK
+            rows_HB[i, first : first + together] = row[0, :-2]
+    row = torch.cat([rows_HB.sum(0), norm(parts_HOK).double().square_(), rows_HB.new_ones(1)])
+    dw = x.new_empty((O, C, *kernel), dtype=acc)
+    copy(
+        dw.view(O, C, high, -1).transpose(1, 2), parts_HOK.view(high, O, -1, C).permute(1, 2, 0, 3)
+    )
+    return dw.to(a.dtype), row.to(torch.float32)[None]
 
 
-def patches(
-    x: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    overlap: bool,
-) -> Tensor:
+def patches(x: Tensor, a: ConvWgrad, overlap: bool, copy: Copy) -> Tensor:
     """[n, rows, K]: the patches that a convolution multiplies, with the channels last. If kernel
     rows ``overlap``, they are one row high, at all rows of the padded x: first those at a multiple
     of the stride, then those one below.
     """
-    padded = [p for each in reversed(padding) for p in (each, each)]
+    D, down = len(a.kernel), a.stride[0]
+    below = -(x.shape[2] + 2 * a.padding[0]) % down if overlap else 0
+    x = channels_last(x, a.padding, below, copy)
+    for d in range(overlap, D):
+        span = a.dilation[d] * (a.kernel[d] - 1) + 1
+        x = x.unfold(1 + d, span, a.stride[d])[..., :: a.dilation[d]]
+    x = x.movedim(1 + D, -1)
+    K = x.shape[1 + D :].numel()
     if overlap:
-        padded[-1] += -(x.shape[2] + 2 * padding[0]) % stride[0]
-    x = channels_last(F.pad(x, padded) if any(padded) else x)
-    for d in range(overlap, len(kernel)):
-        x = x.unfold(1 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
-    x = x.movedim(1 + len(kernel), -1)
-    K = x.shape[1 + len(kernel) :].numel()
-    if overlap:
-        x = x.unflatten(1, (-1, stride[0])).transpose(1, 2)
+        x = x.unflatten(1, (-1, down)).transpose(1, 2)
     return x.reshape(len(x), -1, K)
 
 
-def channels_last(t: Tensor) -> Tensor:
-    """[n, *size, C], contiguous, from [n, C, *size]. Torch transposes a matrix two to four times
-    as fast as a batch of them.
-    """
-    moved = t.movedim(1, -1)
-    if moved.is_contiguous():
-        return moved
-    t_nCL = t.flatten(2)
-    t_nLC = t_nCL.new_empty(len(t), t_nCL.shape[2], t.shape[1])
-    for to, each in zip(t_nLC, t_nCL):
-        to.copy_(each.T)
-    return t_nLC.view(moved.shape)
+def channels_last(t: Tensor, padding: list[int], below: int, copy: Copy) -> Tensor:
+    """[n, *size, C] from [n, C, *size], with zeros around it, and some more rows ``below``."""
+    if not any(padding) and not below:
+        last = t.movedim(1, -1)
+        if not last.is_contiguous():
+            last = t.new_empty(last.shape)
+            copy(last.flatten(1, -2), t.flatten(2))
+        return last
+    sizes = [size + 2 * p for size, p in zip(t.shape[2:], padding)]
+    sizes[0] += below
+    padded = inner = t.new_zeros((len(t), *sizes, t.shape[1]))
+    for d, p in enumerate(padding):
+        inner = inner.narrow(1 + d, p, t.shape[2 + d])
+    copy(inner, t)
+    return padded
