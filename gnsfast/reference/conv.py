@@ -17,8 +17,8 @@ from gnsfast.reference.rows import norm, norm_rows, probe_rows, sum_wgrad
 from gnsfast.signatures import ConvWgrad, LinearWgrad
 from gnsfast.tensors import accumulate_dtype
 
-CACHED = 1 << 18
-"""The most numbers of patches, and of samples' gradients, that are made at a time: 1 MiB."""
+CACHED = 1 << 19
+"""The most numbers of patches, and of samples' gradients, that are made at a time: 2 MiB."""
 
 CALL = 1 << 17
 """The numbers that patches copy in the time that one call of torch takes beside its products."""
