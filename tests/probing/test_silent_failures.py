@@ -211,7 +211,7 @@ def test_num_samples_that_is_no_count(num_samples: object) -> None:
 
 @pytest.mark.parametrize("shape", [(10, 5), (12, 5), (9, 5, 5)], ids=str)
 def test_a_batch_of_other_samples(shape: tuple[int, ...]) -> None:
-    with pytest.raises(SampleShapeError, match="none of which has dimension 0 or 1 of that size"):
+    with pytest.raises(SampleShapeError, match="none of which has dimension 0 or 1 of size 4"):
         run(Model(), torch.randn(*shape))
 
 
