@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Documents, document_slots
@@ -457,4 +458,4 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
-    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
+    return EAGER.meanwhile() if is_compiler_loaded() else nullcontext()
