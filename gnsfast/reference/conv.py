@@ -84,11 +84,12 @@ def by_sample(a: ConvWgrad) -> tuple[Tensor, Tensor]:
 def by_patches(a: ConvWgrad, linear: Linear, copy: Copy) -> tuple[Tensor, Tensor]:
     """dW and its probe row [1, B + 2], from the products of a linear layer. Each row of the kernel
     has one, with patches that are one kernel row high, so that only the other dimensions are
-    unfolded. Kernel rows that do not overlap have one together.
+    unfolded. Kernel rows that do not overlap have one together, and so have those of few patches.
     """
     x, dy, B, kernel = a.x, a.dy, a.samples, a.kernel
     rows_a_sample, C, O = len(x) // B, x.shape[1], dy.shape[1]
-    overlap = kernel[0] > a.stride[0]
+    many = dy[:, 0].numel() * C * math.prod(kernel) > CACHED
+    overlap = many and kernel[0] > a.stride[0]
     high = kernel[0] if overlap else 1
     across, T = dy.shape[3:].numel(), dy.shape[2:].numel()
     K, acc = C * math.prod(kernel) // high, accumulate_dtype(x.dtype)

@@ -2,6 +2,7 @@
 """Both ways to a convolution's weight gradient against float64 gradients of single samples."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -85,15 +86,20 @@ def assert_right(way: Any, a: ConvWgrad, rtol: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_geometries(name: str, way: str) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_geometries(name: str, way: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few patches have one product, others one for each row of the kernel."""
+    if not few:
+        monkeypatch.setattr(conv, "CACHED", 1)
     assert_right(WAYS[way], problem(*GEOMETRIES[name], torch.float32), 2e-6)
     assert_right(WAYS[way], problem(*GEOMETRIES[name], torch.float64), 1e-12)
     assert_right(WAYS[way], problem(*GEOMETRIES[name], torch.bfloat16), 1e-2)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_several_rows_of_a_sample(way: str) -> None:
-    for name in ("padded", "strided", "sequence"):
+def test_several_rows_of_a_sample(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cached in product(("padded", "strided", "sequence"), (1, 1 << 20)):
+        monkeypatch.setattr(conv, "CACHED", cached)
         a = problem(*GEOMETRIES[name], torch.float32, rows=6, samples=2)
         assert_right(WAYS[way], a, 2e-6)
 
@@ -109,7 +115,8 @@ def test_some_samples_at_a_time(way: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_layouts(way: str) -> None:
+def test_layouts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "CACHED", 3 * 13 * 11 * 5 * 3)
     a = problem(*GEOMETRIES["padded"], torch.float32)
     last = torch.channels_last
     x = a.x.to(memory_format=last)
