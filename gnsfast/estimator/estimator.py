@@ -29,7 +29,7 @@ from gnsfast.following import Followed, unwrapped
 from gnsfast.guard import Guard
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.probing import checks
-from gnsfast.table import PROVEN, Table
+from gnsfast.table import PROVEN, Table, Take
 
 LOG = logging.getLogger("gnsfast")
 
@@ -45,6 +45,9 @@ class GradientNoiseScale:
     Args:
         model: any model. Nothing in it is changed. Parameters without norms are left out of both
             tr Σ and |G|² (``gnsfast.coverage``).
+        take: what a sample is, for the first batch, as for ``gnsfast.learn``. A number K says that
+            rows b, b + n, ... of the batch, K of them, are sample b of n: pairs have 2. ``table``
+            knows it already.
         source: where |G|² comes from. ``"update"``: from the gradient of the whole update, over all
             micro-batches and processes. It is read from ``.grad`` at the end of the block; that of
             one micro-batch on one process comes from the probes, and nothing is read. ``"local"``:
@@ -117,6 +120,7 @@ class GradientNoiseScale:
         model: nn.Module,
         table: Table | None = None,
         *,
+        take: Take | None = None,
         source: str = "update",
         window: int = 64,
         decay: float | None = None,
@@ -151,6 +155,7 @@ class GradientNoiseScale:
             keep_largest=keep_largest,
             unit=unit,
             gradients=gradients,
+            take=take,
         )
         check_choice("on_error", on_error, ("raise", "skip"))
         self._skips, self._errors = on_error == "skip", Errors()

@@ -62,7 +62,7 @@ class Observer:
         self.is_open = False  # whether a micro-batch is
         self._passes: list[Pass] | None = None  # of the update under way, if there is one
         s, kind = settings, GradientSlab if settings.by_gradients else ProbeSlab
-        self.slab = slab = kind(model, s.gradients)
+        self.slab = slab = kind(model, s.gradients, s.take)
         self._table = slab.followed.table
         self.processes = find_processes(self._wrapped, s.group)
         if self.processes.world > 1 and not s.local:

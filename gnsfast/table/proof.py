@@ -151,6 +151,8 @@ class Trial(NamedTuple):
         rows, tokens = self.samples.n, self.documents.tokens
         if rows > 1 and place.fits(t.shape, rows):
             t = place.samples_first(t, rows)
+        if t.ndim > 1 and t.shape[0] * (t.shape[1] + 1) == tokens:  # of next tokens
+            t = torch.cat([t, t.new_zeros(t.shape[0], 1, *t.shape[2:])], 1)
         if all(t.shape[:d].numel() != tokens for d in range(1, t.ndim + 1)):
             return None
         start, end = self.documents.starts[k : k + 2].tolist()

@@ -79,7 +79,11 @@ class Samples(NamedTuple):
             if layout is None:
                 return _copy(t)
             parts = [layout.of_sample(t.detach(), b, self.n) for b in chosen]
-            return torch.cat(parts, layout.dim).requires_grad_(t.requires_grad)
+            if layout.interleaved:
+                some = torch.stack(parts, 1).flatten(0, 1)
+            else:
+                some = torch.cat(parts, layout.dim)
+            return some.requires_grad_(t.requires_grad)
 
         return map_tensors(cut, self.batch)
 
