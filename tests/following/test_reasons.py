@@ -365,3 +365,37 @@ def test_adalora(rank: int) -> None:
         loss = model(x).square().sum()
         loss += 0.1 * model.penalty()  # in place, as peft does
         loss.backward()
+
+
+def test_adalora_of_peft() -> None:
+    """It adds its penalty in the model, in place, to the loss of labels. Its rank is the number of
+    samples, which no product of its parameters may be taken for.
+    """
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=V, **sizes, **heads)
+    options = {"init_r": 4, "target_r": 2, "total_step": 10, "lora_dropout": 0.0}
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config),
+        peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options),
+    )
+    for name, p in model.named_parameters():
+        if "lora_E" in name:
+            nn.init.normal_(p)
+    ids = torch.randint(V, (4, 5))
+    left_out = gnsfast.learn(model, {"input_ids": ids, "labels": ids}).left_out
+    assert {name.split(".")[-2] for name in left_out} == {"lora_A", "lora_B"}
+    assert all("call it without labels" in why for why in left_out.values())
+
+    def loss(m: Any, ids: Tensor) -> Tensor:
+        logits = m(input_ids=ids).logits
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
+
+    table = gnsfast.learn(model, {"input_ids": ids})
+    assert table.covered_fraction == 1
+    with gnsfast.per_sample_sqnorms(model, 4, table=table) as norms:
+        loss(model, ids).backward()
+    assert_norms(norms, loop_sqnorms(model, loss, ids, 4), rtol=1e-4)
