@@ -405,7 +405,7 @@ class GradientNoiseScale:
                 yield
         except BaseException as error:
             self.discard()
-            checks.explain_penalty(error)
+            checks.explain_penalty(error, observer.slab.took_graphs)
             raise
         if not self._is_due:  # an error, discard() or reset() has dropped the update
             return

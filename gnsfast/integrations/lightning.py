@@ -19,7 +19,8 @@ from gnsfast.integrations.needed import needed
 from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
-from gnsfast.table import NO_RESULT, PROVEN, Table, learn
+from gnsfast.reasons import NO_RESULT
+from gnsfast.table import PROVEN, Table, learn
 from gnsfast.torch_internals import pytree
 
 with needed(__name__, "Lightning", "lightning"):
@@ -254,7 +255,7 @@ class GNSMonitor(Measuring, Callback):
             table = learn(pl_module, batch, loss=loss, tokens=of_each, num_samples=n)
         if of_each is None and tokens is not None:  # a total says nothing of each sample
             table = replace(table, loss="")
-        if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
+        if not table.proofs and all(NO_RESULT.sentence in why for why in table.left_out.values()):
             raise SampleShapeError(
                 f"{type(pl_module).__name__}: neither training_step nor a module that it calls "
                 f"returns something of each of {n} samples. gnsfast.learn(module, batch, run=...), "

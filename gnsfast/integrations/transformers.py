@@ -22,9 +22,9 @@ from gnsfast.integrations.needed import needed
 from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.token_losses import (
     LOSSES,
+    Rows,
     Rule,
     RuleSearch,
-    Rows,
     document_starts,
 )
 from gnsfast.integrations.trackers import Tracker
@@ -392,8 +392,8 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         reason = "a second GNSCallback in one Trainer: remove one of them"
     elif hasattr(trainer, "num_generations"):
         reason = (
-            f"{type(trainer).__name__}, whose answers to a prompt share their advantages, and which "
-            "makes its batches inside of training_step: use gnsfast.GradientNoiseScale with "
+            f"{type(trainer).__name__}, whose answers to a prompt share their advantages, and "
+            "which makes its batches inside of training_step: use gnsfast.GradientNoiseScale with "
             "clusters=, as docs/recipes/grpo.md does"
         )
     elif trainer.args.n_gpu > 1:

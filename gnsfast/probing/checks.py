@@ -179,17 +179,20 @@ GONE = (
 )
 
 
-def explain_penalty(error: BaseException | None) -> None:
-    """Raise in place of torch's ``error`` about a gradient of a gradient, and say what helps."""
-    if "once_differentiable" in str(error):
+def explain_penalty(error: BaseException | None, took_graphs: bool) -> None:
+    """Raise in place of torch's ``error`` about a gradient of a gradient, and say what helps.
+    ``took_graphs``: a gradient in the block was to have a graph of its own.
+    """
+    if "once_differentiable" in str(error) or (took_graphs and "used in the graph" in str(error)):
         raise ObservationError(PENALTY) from error
 
 
 PENALTY = (
-    "A gradient of a gradient is taken in the block, as a penalty on gradients does "
+    "A gradient of a gradient is taken in the block, as a penalty on gradients and the "
+    "residual of a differential equation do "
     "(create_graph=True), and what is measured has none. Run the pass with the penalty outside of "
     "the block, or use GradientNoiseScale(model, unit='micro_batch'), which needs no per-sample "
-    "norms."
+    "norms. With gradients='torch' and on_error='skip' training goes on, and the update is dropped."
 )
 
 RUN_BACKWARD = (

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
-from gnsfast.functional import Documents
+from gnsfast.functional import Documents, graphs_of_gradients
 from gnsfast.parallel import in_context_parallel
+from gnsfast.probing import checks
 from gnsfast.table import BatchHook, Table, Take
 
 
@@ -38,6 +39,7 @@ class ProbeSlab:
         self._on_learned: Callable[[], None] | None = None
         self._hook: BatchHook | None = None
         self.num_samples, self.is_split = 0, False
+        self._graphs = 0
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -159,6 +161,8 @@ class ProbeSlab:
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
                 "that you measure without it."
             )
+        if self.took_graphs:
+            raise ObservationError(checks.PENALTY)
         for leaf in [leaf for leaf in self.leaves if leaf.is_ordered]:
             if leaf.is_unordered:
                 leaf.fail(
@@ -187,7 +191,7 @@ class ProbeSlab:
         something.
         """
         self.num_samples, self.is_split = num_samples, False
-        self._on_learned = learned
+        self._on_learned, self._graphs = learned, graphs_of_gradients[0]
         self._begin(facts, documents)
 
     def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
@@ -203,6 +207,12 @@ class ProbeSlab:
     def learned(self) -> None:
         """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""
         (self._on_learned or self.refresh)()
+        self._graphs = graphs_of_gradients[0]
+
+    @property
+    def took_graphs(self) -> bool:
+        """Whether a gradient in the block was to have a graph of its own (``create_graph``)."""
+        return graphs_of_gradients[0] != self._graphs
 
     def arrives(self) -> None:
         """Look at what is active while backward runs."""

@@ -4,12 +4,10 @@
 from gnsfast.table.batch_hook import BatchHook
 from gnsfast.table.coverage import Coverage, CoverageRow, coverage
 from gnsfast.table.learn import learn
-from gnsfast.table.proof import NO_RESULT
 from gnsfast.table.samples import Take
 from gnsfast.table.table import PROVEN, Table
 
 __all__ = [
-    "NO_RESULT",
     "PROVEN",
     "BatchHook",
     "Coverage",

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast import reasons
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Documents, document_slots
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import refuse_context_parallel, shared
+from gnsfast.reasons import TAKE
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
 from gnsfast.table.loss import loss_proof
 from gnsfast.table.outputs import outermost
@@ -29,16 +31,11 @@ from gnsfast.table.proof import (
     prove,
     refuse_attention,
 )
-from gnsfast.table.samples import TAKE, Samples, Take
+from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import is_compiler_loaded, without_modes
-
-UNCLEAR = (
-    "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
-    f"If they lie along the other, {TAKE} says so"
-)
 
 OF_TWO = (
     "the results that belong to single samples give it no gradient, and no proof judges a result "
@@ -256,7 +253,7 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     # A parameter that none of the few samples has reached takes the row of its siblings.
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
-        proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
+        proof, meet = proof._replace(reason=reasons.UNCLEAR.text(), wrong={}), {}
     shown = shown._replace(rows=rows, has_pairs=UNKNOWN in places)
     return shown, proof._replace(wrong={**meet, **proof.wrong})
 
@@ -365,9 +362,9 @@ def _assembled(
         elif proof.reason:
             doubtful[name] = f"not proven: {proof.reason}"
         elif routes and name not in routes:
-            doubtful[name] = "no sample of the batch has reached it"
+            doubtful[name] = reasons.UNREACHED.text()
         elif name in proof.silent:
-            doubtful[name] = OF_TWO if shown.has_pairs else "the batch gives it no gradient"
+            doubtful[name] = OF_TWO if shown.has_pairs else reasons.NO_GRADIENT.text()
         else:
             proofs[name] = OF_DOCUMENTS if has_documents else f"{few} samples alone"
     model = followed.structure.model

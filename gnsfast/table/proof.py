@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast import reasons
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following import (
     FIRST,
@@ -273,10 +274,10 @@ def _measured(
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.this_pass.joined
         weighed = trial.weighed(results, places) if weighed is None else weighed
         if structure.on_any(graphs_of_gradients[0] != graphs):
-            twice = dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE)
-            return Measured([], TWICE, twice, drew)
+            why = reasons.TWICE.text()
+            return Measured([], why, dict.fromkeys((leaf.name for leaf in trial.leaves), why), drew)
         if structure.on_any(not weighed):
-            return Measured([], NO_RESULT, trial.failed, drew)
+            return Measured([], reasons.NO_RESULT.text(), trial.failed, drew)
         losses = (
             trial.loss(results, weighed, j, k, trial.size) for j, k in enumerate(trial.numbers)
         )
@@ -346,12 +347,9 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
         if not bool(is_right_PB[p].all()):
             b = is_right_PB[p].tolist().index(False)
             wrong[leaf.name] = (
-                UNSEEN
-                if not bool(norm_PB[p].any())
-                else (
-                    f"its norm for a sample is {norm_PB[p, b]:.6g}, and {real_PB[p, b]:.6g} for "
-                    "the same sample alone: samples meet in the model, or were not told apart"
-                )
+                reasons.DIFFERS.text(norm=float(norm_PB[p, b]), real=float(real_PB[p, b]))
+                if bool(norm_PB[p].any())
+                else reasons.UNSEEN.text()
             )
     is_shown_PB = (error_PB <= limit_PB) & (real_PB.sqrt() > LEAST)
     silent = (~is_shown_PB & (real_PB.sqrt() <= noise_PB)).all(1).tolist()
@@ -487,18 +485,6 @@ def _either(a: list[bool], b: list[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b)]
 
 
-NO_RESULT = (
-    "no result of the model belongs to single samples. With gnsfast.learn(model, batch, run=...) a "
-    "function that returns something of each sample, such as logits, proves them"
-)
-TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
-MIXED = (
-    "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
-    "another order in it than in the batch"
-)
-UNSEEN = (
-    "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
-    "its own does, or a gradient of its gradient is taken"
-)
+MIXED = reasons.MIXED.text()
 LEAST = torch.finfo(torch.float32).tiny ** 0.5
 """The square of a smaller norm is no normal float32."""

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from gnsfast.errors import SampleShapeError
 from gnsfast.following import Layout
+from gnsfast.reasons import TAKE
 from gnsfast.tensors import map_tensors, tensors_of
-
-TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
-"""The line by which a user says where the samples are."""
 
 Take = Callable[[Any, list[int]], Any] | int
 """``take(batch, samples)`` is a batch of these samples, some of which may come twice. A number K
@@ -50,8 +48,8 @@ class Samples(NamedTuple):
             shapes = ", ".join(str([*t.shape]) for t in tensors[:4]) or "none"
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
-                f"none of which has dimension 0 or 1 of size {rows}. Check the number of samples. "
-                f"If it is right, say how to cut samples out of a batch: {TAKE}."
+                f"none of which has dimension 0 or 1 of size {rows}. Give the block the "
+                f"number of samples of the batch. If it has, say how to cut samples out: {TAKE}."
             )
         return cls(batch, n, take, layouts)
 
