@@ -26,10 +26,12 @@ from gnsfast.table.proof import (
     Proof,
     Trial,
     gates_open,
+    in_turns,
     meeting,
     of_documents,
     prove,
     refuse_attention,
+    turned_place,
 )
 from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
@@ -242,12 +244,17 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     """What the traces show, and the proof of it."""
     structure, shown = trial.followed.structure, Shown.of(traces, late)
     places: Sequence[Place] = traces.result_places
-    rtol = shown.rtol
-    proof, rows, places = prove(trial, shown.rows, places, rtol, training=False)
+    rtol, rows = shown.rtol, shown.rows
+    if trial.samples.are_in_turn:
+        rows, places = in_turns(rows, 1), [turned_place(place, 1) for place in places]
+    proof, rows, places = prove(trial, rows, places, rtol, training=False)
     if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
         proof, rows, places = prove(trial, rows, places, rtol, training=True)
     if late is not None:
-        of_late, rows, places = prove(trial, rows, late.result_places, rtol, training=True)
+        places = late.result_places
+        if trial.samples.are_in_turn:
+            places = [turned_place(place, 1) for place in places]
+        of_late, rows, places = prove(trial, rows, places, rtol, training=True)
         proof = proof.with_late(of_late, shown.late)
     meet = {} if proof.reason else meeting(trial, places)
     # A parameter that none of the few samples has reached takes the row of its siblings.

@@ -238,22 +238,23 @@ def prove(
         truth = _truths(trial, measured)
         proof = judged(measured, truth, rtol)
         for run in shared(_runs(table), _joined, structure.groups):
-            turned = {
-                name: tuple(in_turns(row, run) for row in table.get(name, ()))
-                for name in proof.wrong
-            }
-            turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
-            if not structure.on_any(bool(turned)):
-                continue
-            followed.learn({**table, **turned})
             turned_places = [turned_place(place, run) for place in places]
             is_same = turned_places == [*places]
+            # Where results are turned, what was right may only have been alike in all samples.
+            names = proof.wrong if is_same else dict.fromkeys((*table, *proof.wrong))
+            turned = in_turns({name: table.get(name, ()) for name in names}, run)
+            turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
+            if not structure.on_any(not turned.keys().isdisjoint(proof.wrong)):
+                continue
+            followed.learn({**table, **turned})
             tried = _measured(trial, turned_places, measured.weighed if is_same else None)
             truth_of_tried = truth if is_same else _truths(trial, tried)
             again = judged(tried, truth_of_tried, rtol)
+            right = set() if again.reason else {*turned, *proof.wrong} - again.wrong.keys()
             if not again.reason and len(again.wrong) < len(proof.wrong):
                 places, measured, truth = turned_places, tried, truth_of_tried
-            right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
+            else:
+                right &= proof.wrong.keys()
             table = {**table, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
@@ -372,13 +373,17 @@ def _joined(a: list[int], b: list[int]) -> list[int]:
     return sorted({*a, *b})
 
 
-def in_turns(row: Row, run: int) -> Row:
-    """A row of the table whose samples have interleaved rows, ``run`` in turn, where they had
+def in_turns(table: Rows, run: int) -> Rows:
+    """Rows of a table whose samples have interleaved rows, ``run`` in turn, where they had
     consecutive ones.
     """
-    both = row.arguments, row.results
-    arguments, results = (tuple(turned_place(p, run) for p in places) for places in both)
-    return row._replace(arguments=arguments, results=results)
+
+    def turned(row: Row) -> Row:
+        both = row.arguments, row.results
+        arguments, results = (tuple(turned_place(p, run) for p in places) for places in both)
+        return row._replace(arguments=arguments, results=results)
+
+    return {name: tuple(map(turned, rows)) for name, rows in table.items()}
 
 
 def turned_place(place: Any, run: int) -> Any:

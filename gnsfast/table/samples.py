@@ -63,6 +63,11 @@ class Samples(NamedTuple):
         square = any(t.shape[:2] == (self.n, self.n) for t in tokens)
         return self.take is None and self.n > 1 and square
 
+    @property
+    def are_in_turn(self) -> bool:
+        """Whether a number said that the rows of samples come in turn."""
+        return any(layout is not None and layout.interleaved for layout in self.layouts)
+
     def some(self, samples: Sequence[int]) -> Any:
         """A batch of some samples, counted from 0 again where the batch has fewer. Its tensors are
         copies.

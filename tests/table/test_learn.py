@@ -297,3 +297,21 @@ def test_results_of_next_tokens(rows: int) -> None:
     ids = torch.randint(9, (rows, 12 // rows))
     table = gnsfast.learn(NextTokens(), ids, cu_seqlens=torch.tensor([0, 2, 5, 6, 9, 12]))
     assert table.covered_fraction == 1 and not table.left_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_nearly_alike(seed: int) -> None:
+    """Two rows of a sample, and a head whose rows hardly differ: it alone would not show whose."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, D), nn.Linear(D, 1, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(1 + 1e-5 * self.embed(ids)[:, -1])
+
+    torch.manual_seed(seed)
+    table = gnsfast.learn(Scores(), torch.randint(9, (8, 3)), take=2)
+    assert not table.left_out
+    assert str(table).count("interleaved rows of dimension 0") == 2
