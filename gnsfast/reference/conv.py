@@ -20,7 +20,7 @@ from gnsfast.tensors import accumulate_dtype
 CACHED = 1 << 19
 """The most numbers of patches, and of samples' gradients, that are made at a time: 2 MiB."""
 
-CALL = 1 << 17
+CALL = 1 << 16
 """The numbers that patches copy in the time that one call of torch takes beside its products."""
 
 

@@ -147,7 +147,9 @@ def test_infinite_samples_stay_apart() -> None:
 
 
 def test_the_way_with_fewer_numbers() -> None:
-    """Beside their products: 3 x and dy of a sample, or a call and its gradient."""
+    """Beside their products: 3 x and dy of a sample, or a call and its gradient. On a CPU the way of
+    single samples is faster from 28 x 28 pixels on.
+    """
 
     def takes_patches(C: int, size: int) -> bool:
         x = torch.empty(8, C, size, size, device="meta")
@@ -156,7 +158,9 @@ def test_the_way_with_fewer_numbers() -> None:
         return conv.takes_patches(ConvWgrad(*geometry, True, False, torch.float32))
 
     patches = {(C, size): takes_patches(C, size) for C in (32, 128) for size in (16, 32, 64)}
-    assert [key for key, taken in patches.items() if not taken] == [(32, 64), (128, 32), (128, 64)]
+    assert [key for key, taken in patches.items() if not taken] == [
+        *((32, 32), (32, 64), (128, 32), (128, 64))
+    ]
 
 
 @pytest.mark.skipif(bool(cpu.missing()), reason="no CPU kernel")
