@@ -147,8 +147,8 @@ def test_infinite_samples_stay_apart() -> None:
 
 
 def test_the_way_with_fewer_numbers() -> None:
-    """Beside their products: 3 x and dy of a sample, or a call and its gradient. On a CPU the way of
-    single samples is faster from 28 x 28 pixels on.
+    """Beside their products: 3 x and dy of a sample, or a call and its gradient. On a CPU single
+    samples are faster from 28 x 28 pixels on.
     """
 
     def takes_patches(C: int, size: int) -> bool:
