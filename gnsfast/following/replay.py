@@ -155,7 +155,7 @@ def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) ->
         _fits(place, t, leaf) for place, t in data + results_with_grad
     )
     is_known &= not any(t is x for t in flat for x in leaves)
-    if is_written or drew or leaf.starts is not None or not is_known:
+    if is_written or drew or leaf.maps or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
         for expression in call.expressions:
             expression.fail(why)
@@ -211,7 +211,7 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return f"{name} writes to data"
     if drew:
         return f"{name} draws random numbers, other ones for a sample alone"
-    if leaf.starts is not None:
+    if leaf.maps:
         return f"{name} has no norms for packed documents here, {where}"
     if not leaf.is_learned:
         return (

@@ -16,7 +16,7 @@ Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 import torch
 from torch import Tensor
 
-from gnsfast.functional.documents import documents_of_rows
+from gnsfast.functional.ragged import documents_of_rows
 from gnsfast.functional.plan import Plan
 
 Link = tuple[Tensor, Tensor, Tensor]

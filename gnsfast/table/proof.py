@@ -28,7 +28,7 @@ from gnsfast.following import (
     gradients,
     unfollowed,
 )
-from gnsfast.functional import Documents, graphs_of_gradients
+from gnsfast.functional import Ragged, graphs_of_gradients, map_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
@@ -87,15 +87,14 @@ def of_the_model() -> Iterator[None]:
 
 class Trial(NamedTuple):
     """A model that runs for our own ends: ``run`` gets a batch of some ``samples``. The numbers in
-    ``order`` are those of the few that are looked at: of samples, or of packed ``documents`` in a
-    batch that it gets whole.
+    ``order`` are those of the few that are looked at. A ``ragged`` batch it gets whole.
     """
 
     followed: Followed
     run: Callable[[Any], Any]
     samples: Samples
     order: list[int]
-    documents: Documents | None = None
+    ragged: Ragged | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -107,17 +106,17 @@ class Trial(NamedTuple):
         """The rows of the batch in a pass over the few. Samples come in reversed order, which shows
         whether the model puts them into an order of its own.
         """
-        return self.order[::-1] if self.documents is None else [*range(self.samples.n)]
+        return self.order[::-1] if self.ragged is None else [*range(self.samples.n)]
 
     @property
     def numbers(self) -> list[int]:
-        """Which sample, or document, of this pass each of the few is."""
-        return self.order if self.documents else [*range(len(self.order))][::-1]
+        """Which sample of this pass each of the few is."""
+        return self.order if self.ragged else [*range(len(self.order))][::-1]
 
     @property
     def size(self) -> int:
-        """How many samples, or documents, this pass has."""
-        return len(self.order) if self.documents is None else len(self.documents.starts) - 1
+        """How many samples this pass has."""
+        return len(self.order) if self.ragged is None else self.ragged.slots
 
     def outputs(self, order: Sequence[int]) -> Any:
         """What the model returns for some of its samples. Its state is then what it was."""
@@ -145,16 +144,14 @@ class Trial(NamedTuple):
             yield [*map(whole, tensors_of(results))], images
 
     def part(self, t: Tensor, place: Layout, k: int, n: int) -> Tensor | None:
-        """Sample, or document, number ``k`` of n in a result; None if it does not hold them."""
-        if self.documents is None:
+        """Sample number ``k`` of n in a result; None if it does not hold them."""
+        if self.ragged is None:
             return place.of_sample(t, k, n) if place.fits(t.shape, n) else None
-        rows, tokens = self.samples.n, self.documents.tokens
+        rows = self.samples.n
         if rows > 1 and place.fits(t.shape, rows):
             t = place.samples_first(t, rows)
-        if all(t.shape[:d].numel() != tokens for d in range(1, t.ndim + 1)):
-            return None
-        start, end = self.documents.starts[k : k + 2].tolist()
-        return t.reshape(tokens, -1)[start:end]
+        rows_of = map_of(self.ragged.maps, t.shape)
+        return None if rows_of is None else rows_of[0].rows_of(t.reshape(rows_of[0].size, -1), k)
 
     def weighed(self, results: Sequence[Tensor], places: Sequence[Place]) -> list[Weighed]:
         """The results that hold the few, with random weights."""
@@ -202,8 +199,7 @@ class Trial(NamedTuple):
 
 class Measured(NamedTuple):
     """What a measured pass gave: the ``norms`` of the few, or why there are none, and ``lost``, the
-    parameters that it could not measure. Those that are ``mixed`` have a norm of other documents
-    too. ``drew``: the model drew random numbers.
+    parameters that it could not measure. Those that are ``mixed`` have a norm of other samples too. ``drew``: the model drew random numbers.
     """
 
     weighed: list[Weighed]
@@ -264,7 +260,7 @@ def _measured(
     """The norms of a pass over the few."""
     structure = trial.followed.structure
     graphs, chance = graphs_of_gradients[0], structure.chance()
-    trial.followed.passes.begin_trial(trial.size, trial.documents)
+    trial.followed.passes.begin_trial(trial.size, trial.ragged)
     with trial.results(trial.rows) as (results, _):
         drew = structure.on_any(structure.chance() != chance)
         for leaf in trial.leaves:
@@ -287,7 +283,7 @@ def _measured(
 
 def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
     """The squared norm of each parameter for each of the few, by a pass over this sample alone.
-    Documents have one of all of them, with a loss of this one, and so have samples of a model that
+    Ragged ones have one of all of them, with a loss of this one, and so have samples of a model that
     draws random numbers even in evaluation mode, or takes no single sample.
     """
     if isinstance(measured.norms, str):
@@ -307,7 +303,7 @@ def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str"
         return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
 
     why = ""
-    for alone in (False,) if measured.drew or trial.documents else (True, False):
+    for alone in (False,) if measured.drew or trial.ragged else (True, False):
         try:
             return [truth(j, alone) for j in range(len(trial.order))]
         except ModelError as error:
@@ -419,12 +415,12 @@ def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str
     }
 
 
-def of_documents(trial: Trial, documents: Documents) -> Trial:
-    """The same for packed documents, of which a few are looked at."""
-    full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
+def of_ragged(trial: Trial, ragged: Ragged) -> Trial:
+    """The same for a ragged batch, of whose samples a few are looked at."""
+    full = [b for b, length in enumerate(ragged.maps[0].starts.diff().tolist()) if length]
     few = full[1::2][:3] or full[:1]
     few = few[: shared(len(few), min, trial.followed.structure.groups)]
-    return trial._replace(order=few, documents=documents)
+    return trial._replace(order=few, ragged=ragged)
 
 
 def refuse_attention(trial: Trial, proof: Proof) -> None:

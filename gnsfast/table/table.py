@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import Followed, Layout, Place, Row
+from gnsfast.following import RAGGED, Followed, Layout, Place, Row
 
 Rows = Mapping[str, tuple[Row, ...]]
 
@@ -26,7 +26,7 @@ class Table:
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
     of elements, and the squared norms of the samples' gradients, added up over the few samples.
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
-    mode, ``has_documents``: and for packed documents.
+    mode, ``has_documents``: and for packed documents, or another ragged batch.
     """
 
     model: str
@@ -194,6 +194,8 @@ def _words(row: Row) -> str:
     if row.chosen:
         return "chosen by the data"
     places = (*row.arguments, *row.results)
+    if RAGGED in places:
+        return RAGGED
     layout = next((place for place in places if isinstance(place, Layout)), None)
     return "not known" if layout is None else str(layout)
 
