@@ -30,8 +30,8 @@ from gnsfast.following.leaf import expression_of as expression_of
 from gnsfast.following.model import Followed as Followed
 from gnsfast.following.options import EXCLUDED as EXCLUDED
 from gnsfast.following.options import set_excluded as set_excluded
-from gnsfast.following.owners import mark_made as mark_made
 from gnsfast.following.owners import Owners as Owners
+from gnsfast.following.owners import mark_made as mark_made
 from gnsfast.following.owners import owners_of as owners_of
 from gnsfast.following.passes import Rows as Rows
 from gnsfast.following.passes import Weighted as Weighted

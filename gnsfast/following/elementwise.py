@@ -154,7 +154,7 @@ def broadcast(
         layout = places[call.data_at[0]]
     else:
         layout = row.result(0)
-    if leaf.maps and layout == RAGGED:
+    if leaf.is_ragged and layout == RAGGED:
         layout = FIRST
     values = [leaves[i] for i in call.parameters_at]
     if isinstance(layout, Chosen):
@@ -162,7 +162,7 @@ def broadcast(
             return None
     elif not isinstance(layout, Layout):
         return None
-    elif leaf.maps and leaf.rows <= 1:  # a single row is in order
+    elif leaf.is_ragged and leaf.rows <= 1:  # a single row is in order
         if not leaf.rows and shape[:1] != (1,):
             return None
     elif not leaf.fits(layout, shape):
@@ -208,7 +208,7 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     None where their samples are not known.
     """
     x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
-    if compiling() or leaf.maps or call.parameters_at != [last]:
+    if compiling() or leaf.is_ragged or call.parameters_at != [last]:
         return None
     if not isinstance(layout, Layout) or not leaf.fits(layout, x.shape):
         return None
@@ -243,7 +243,7 @@ def spread_out(
     if expression.kind == ROWS and first and (y := _as_rows(e, shape)) is not None:
         return y
     segments = None
-    if leaf.maps and isinstance(layout, Layout):
+    if leaf.is_ragged and isinstance(layout, Layout):
         rows = layout.samples_first(torch.empty(shape, device="meta"), leaf.rows or 1).shape
         inner = next((k for k, size in enumerate(wide) if size != 1), len(wide)) - len(wide)
         segments = packed.Segments.of(rows[: len(rows) + inner], leaf)
@@ -286,10 +286,10 @@ def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:
     leaf = expression.leaves[0]
     ids, padding_idx = expression.rows
     B, n = leaf.lanes, len(shape)
-    segments = packed.Segments.of(shape[:-1], leaf) if leaf.maps else None
+    segments = packed.Segments.of(shape[:-1], leaf) if leaf.is_ragged else None
     if segments is not None and (segments.rows.order is not None or shape[0] != B):
         return None
-    if shape[0] != B or (leaf.maps and segments is None):
+    if shape[0] != B or (leaf.is_ragged and segments is None):
         return None
     if ids.ndim == n - 1 and ids.shape[0] == 1:
         ids = ids[0]

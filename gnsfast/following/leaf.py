@@ -119,9 +119,9 @@ class Leaf:
     itself. ``batches`` are for each batch of the table the calls that take it, in their order, and
     ``routes`` the functions in which it meets the data. ``lengths`` say how much longer the samples
     of this pass are. ``probe`` is for uses of this leaf, ``pair`` for those of this leaf and the
-    ``next`` one together. ``facts`` are for its plans, and so are ``maps`` of the rows of a ragged batch; packed
-    documents are in ``rows`` rows, which is 0 where that is not known. All
-    leaves of a model share ``lengths`` and ``notes``. ``recent`` are uses of earlier passes, by the
+    ``next`` one together. ``facts`` are for its plans, and so are ``maps`` of the rows of a batch
+    that ``is_ragged``; packed documents are in ``rows`` rows, 0 where that is not known. All leaves
+    of a model share ``lengths`` and ``notes``. ``recent`` are uses of earlier passes, by the
     number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
     ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
     ``left_out`` says why it has no norms, and ``refused`` why it has none in any table.
@@ -143,6 +143,7 @@ class Leaf:
         self.pair: Any = None
         self.facts = NOTHING
         self.maps: tuple[RowMap, ...] = ()
+        self.is_ragged = False
         self.rows = 0
         self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
@@ -191,7 +192,7 @@ class Leaf:
         """How many parts of the batch ``steps`` tell apart: samples, or the rows that hold packed
         documents.
         """
-        return self.rows if self.maps else self.samples
+        return self.rows if self.is_ragged else self.samples
 
     def fits(self, layout: Layout, shape: torch.Size) -> bool:
         """Whether the samples may lie so in a tensor of this shape, of a call that takes it."""
@@ -249,7 +250,7 @@ class Leaf:
     @property
     def is_tied(self) -> bool:
         """Whether links join its uses. They have no sums of groups of documents."""
-        return self._has_links and (not self.maps or self.facts.groups is None)
+        return self._has_links and (not self.is_ragged or self.facts.groups is None)
 
     @property
     def is_lost_in_graphs(self) -> bool:
@@ -382,7 +383,7 @@ class Expression:
     def is_parted(self) -> bool:
         """The same where no kernel has all tokens: it has no groups of documents."""
         leaf = self.leaves[0]
-        return self.is_joined or (bool(leaf.maps) and leaf.facts is not NOTHING)
+        return self.is_joined or (leaf.is_ragged and leaf.facts is not NOTHING)
 
 
 def twin_of(leaf: Leaf) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.following.checkpoints import recomputing, saves_nothing
-from gnsfast.following.layouts import ALONE, FIRST, RAGGED, Chosen, Layout
+from gnsfast.following.layouts import ALONE, FIRST, RAGGED, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.owners import owners_of
 from gnsfast.functional import RowMap, map_of
@@ -58,7 +58,8 @@ class Segments(NamedTuple):
         y = kernel(rows_at(x.flatten(0, lead - 1), order))
         if not y.ndim:  # a loss
             return y
-        return rows_at(y, back).unflatten(0, x.shape[:lead])
+        in_place: Tensor = rows_at(y, back).unflatten(0, x.shape[:lead])
+        return in_place
 
 
 def leading(shape: torch.Size, size: int) -> int:
@@ -68,14 +69,28 @@ def leading(shape: torch.Size, size: int) -> int:
 
 def why_not(x: Tensor, leaf: Leaf) -> str:
     """Why the samples of ``x`` are not known in a ragged batch."""
-    sizes = [each.size for each in leaf.maps]
     where = f"its input of shape {list(x.shape)} does not hold the"
-    if len(sizes) == 1:
-        return f"{where} {sizes[0]} tokens of the packed documents in its leading dimensions"
+    if leaf.maps[0].is_list:
+        tokens = leaf.maps[0].size
+        return f"{where} {tokens} tokens of the packed documents in its leading dimensions"
+    return f"{where} rows of any map. {for_these(leaf)}"
+
+
+def for_these(leaf: Leaf) -> str:
+    """What to write where a tensor has other rows than the maps of ``rows=``."""
+    sizes = ", ".join(str(each.size) for each in leaf.maps)
     return (
-        f"{where} rows of any map of rows=, which have {', '.join(map(str, sizes))} rows. Give one "
-        "for these rows too: rows=[owner, owner_of_these]"
+        f"Those of rows= have {sizes} rows: give one for these rows too, "
+        "rows=[owner, owner_of_these]"
     )
+
+
+def in_pass(place: Place, t: Tensor, leaf: Leaf) -> Place:
+    """Where the samples of the open pass lie in ``t``, of which the table says ``place``."""
+    if place != RAGGED:
+        return place
+    rows = next((each for each in leaf.maps if t.shape[:1] == (each.size,)), None)
+    return UNKNOWN if rows is None or rows.is_list else Chosen(rows.owners())
 
 
 def place_of(place: object, x: Tensor, leaf: Leaf) -> Layout | None:
@@ -101,13 +116,13 @@ def owners(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     """The samples of rows that the data have chosen from those of the batch; None where it is not
     as in the table.
     """
-    if not leaf.maps and leaf.samples == 1:
+    if not leaf.is_ragged and leaf.samples == 1:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     for each in leaf.maps:
         of_rows = owners_of(x, each.size)
         if of_rows is not None and of_rows.per_sample:
             return each.owners()[of_rows.owner_N]
-    chosen = None if leaf.maps else owners_of(x, leaf.samples)
+    chosen = None if leaf.is_ragged else owners_of(x, leaf.samples)
     if chosen is None or not chosen.per_sample:
         return None
     known = any(leaf.lengths.allows(k, chosen.per_sample) for k in row.chosen)

@@ -109,12 +109,10 @@ class Passes:
             for leaf in some:
                 leaf.recent.clear()
                 leaf.facts = facts.get(leaf.name, NOTHING)
-                if ragged is None:
-                    leaf.maps = ()
-                elif leaf.current.device not in maps:
-                    maps[leaf.current.device] = ragged.to(leaf.current.device)
-                if maps:
-                    leaf.maps = maps[leaf.current.device]
+                device, leaf.is_ragged = leaf.current.device, ragged is not None
+                if ragged is not None and device not in maps:
+                    maps[device] = ragged.to(device)
+                leaf.maps = maps.get(device, ())
                 leaf.probe, leaf.pair = probes[2 * leaf.index : 2 * leaf.index + 2]
                 leaf.samples, leaf.norms_alone = samples, norms_alone
                 leaf.probe.grad = leaf.pair.grad = None

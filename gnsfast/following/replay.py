@@ -11,7 +11,7 @@ from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
-from gnsfast.following.packed import alone
+from gnsfast.following.packed import alone, for_these, in_pass
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
 from gnsfast.functional import backward_pass, passed_on
 from gnsfast.tensors import tensors_of
@@ -136,7 +136,9 @@ def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
 
 def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
-    B, leaves = leaf.lanes, call.leaves
+    leaves, is_packed = call.leaves, any(rows.is_list for rows in leaf.maps)
+    B = leaf.lanes if is_packed else leaf.samples
+    places = {i: in_pass(place, leaves[i], leaf) for i, place in places.items()}
     again = Replay(call, places, B)
     versions = [*map(_version, leaves)]
     drawn = chance_of(leaves)
@@ -155,7 +157,7 @@ def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) ->
         _fits(place, t, leaf) for place, t in data + results_with_grad
     )
     is_known &= not any(t is x for t in flat for x in leaves)
-    if is_written or drew or leaf.maps or not is_known:
+    if is_written or drew or is_packed or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
         for expression in call.expressions:
             expression.fail(why)
@@ -176,7 +178,8 @@ def _results(
     results: list[Place] = [
         (alone(t, leaf) or UNKNOWN) if row is None else row.result(k) for k, t in enumerate(flat)
     ]
-    return [place if isinstance(place, Layout) else UNKNOWN for place in results]
+    results = [in_pass(place, t, leaf) for place, t in zip(results, flat)]
+    return [place if isinstance(place, (Layout, Chosen)) else UNKNOWN for place in results]
 
 
 def _version(t: Any) -> int:
@@ -191,7 +194,7 @@ def _is_empty(call: Call, leaf: Leaf) -> bool:
 
 def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     """Whether the samples lie in a tensor as ``place`` says."""
-    if isinstance(place, Layout):
+    if isinstance(place, Layout) and not leaf.is_ragged:
         return leaf.fits(place, t.shape)
     return place != UNKNOWN
 
@@ -211,8 +214,10 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return f"{name} writes to data"
     if drew:
         return f"{name} draws random numbers, other ones for a sample alone"
-    if leaf.maps:
+    if any(rows.is_list for rows in leaf.maps):
         return f"{name} has no norms for packed documents here, {where}"
+    if leaf.is_ragged:
+        return f"{name} takes rows of no map, {where}. {for_these(leaf)}"
     if not leaf.is_learned:
         return (
             f"no batch has shown the model: it was not called in this block, {name} {where}. {SHOW}"

@@ -127,7 +127,7 @@ def plan_for(
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
-    dim = 0 if leaf.maps else dim
+    dim = 0 if leaf.is_ragged else dim
     if is_dtensor(values[0]):
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
@@ -260,7 +260,7 @@ def in_first(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     """Samples of consecutive rows in dimension 0, no packed documents."""
     if isinstance(layout, Chosen):
         return False
-    return layout.dim == 0 and not layout.interleaved and not leaf.maps
+    return layout.dim == 0 and not layout.interleaved and not leaf.is_ragged
 
 
 def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -> bool:
@@ -270,7 +270,7 @@ def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -
     """
     if isinstance(layout, Chosen):
         return features == 1
-    if leaf.maps:
+    if leaf.is_ragged:
         return True
     lead = x.ndim - features
     if layout.dim >= lead:
@@ -332,7 +332,7 @@ def _begun(
     segments = None
     if layout is None or not takes(x, layout, leaf):
         layout = None
-    elif leaf.maps and isinstance(layout, Layout):
+    elif leaf.is_ragged and isinstance(layout, Layout):
         shape = packed.in_order(x, layout, leaf)[0].shape
         segments = packed.Segments.of(shape[: len(shape) - features], leaf)
         if segments is None:
@@ -346,9 +346,7 @@ def _begun(
     if not compiling():
         leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
         leaf.is_half |= leaf.norms_alone and any_autocast()  # torch's gradients may be
-    in_order = isinstance(layout, Chosen) and (
-        bool(leaf.maps) or not _is_padded(expressions)
-    )
+    in_order = isinstance(layout, Chosen) and (leaf.is_ragged or not _is_padded(expressions))
     if not compiling():
         for expression in expressions:
             expression.note_use("" if in_order else name)
@@ -369,7 +367,7 @@ def _lengths(
     """What a use shows of the lengths of the samples, and how many rows each has where it has
     several.
     """
-    if isinstance(layout, Chosen) or leaf.maps:
+    if isinstance(layout, Chosen) or leaf.is_ragged:
         return NO_LENGTHS, 0
     if layout.several:
         return NO_LENGTHS, x.shape[layout.dim] // max(leaf.samples, 1)
@@ -413,7 +411,7 @@ def _place(
         return None if owner_N is None else Chosen(owner_N), ()
     if row is not None:
         layout = row.argument(place)
-    if leaf.maps:
+    if leaf.is_ragged:
         return packed.place_of(layout, x, leaf), ()
     if row is None or not row.arguments:
         layout = FIRST if name in OURS and leaf.samples > 1 else packed.alone(x, leaf)

@@ -108,9 +108,9 @@ class Ragged(NamedTuple):
             if N in owners and not torch.equal(owners[N], owner_N):
                 raise ValueError(
                     f"{names[N]} and {name} have {N} rows both, of other samples, so the number "
-                    "of rows does not tell which of them a tensor has. Append a row to the one "
-                    "kind of this batch that belongs to any sample and has no loss, such as an "
-                    "edge of a node to itself with weight 0, or measure another batch."
+                    "of rows does not tell which of them a tensor has. Append to one of them a row "
+                    "that has no loss, such as a node without edges, or let on_error='skip' of "
+                    "GradientNoiseScale leave this update out."
                 )
             owners[N], names[N] = owner_N.to(torch.int64), name
         one_each = torch.arange(num_samples, device="cpu")
@@ -119,7 +119,7 @@ class Ragged(NamedTuple):
                 f"{names[num_samples]} has {num_samples} rows, as many as there are samples, in "
                 "which sample b must then have row b: tensors that have one row for each sample "
                 "cannot be told from it. Sort these rows by sample, append a row that has no "
-                "loss, or measure another batch."
+                "loss, or let on_error='skip' of GradientNoiseScale leave this update out."
             )
         return cls(tuple(_sorted(owner_N, num_samples) for owner_N in owners.values()), False)
 

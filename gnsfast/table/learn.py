@@ -211,8 +211,9 @@ def _proven_ragged(trial: Trial, ragged: Ragged) -> tuple["Shown", Proof]:
     """
     if not ragged.is_packed:
         shown = Shown.of(*_traced(trial._replace(order=[0]), 1, ragged.maps))
-        proof, rows, _ = prove(of_ragged(trial, ragged), shown.rows, [], shown.rtol, training=True)
-        return shown._replace(rows=rows), proof
+        few = of_ragged(trial, ragged)
+        proof, known, _ = prove(few, shown.rows, [], shown.rtol, training=True)
+        return shown._replace(rows=known), proof
     has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
@@ -273,12 +274,10 @@ def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
         return whole, *_traced(whole, 2 * trial.samples.n)
 
 
-def _traced(
-    trial: Trial, m: int, maps: tuple[RowMap, ...] = ()
-) -> tuple[Traces, Traces | None]:
-    """The traces in evaluation mode of the samples and of ``m`` (of one batch twice if ``maps`` tell
-    whose its rows are), and those in training mode if the
-    model trains and evaluation mode has not reached some parameter, nor a sibling of it.
+def _traced(trial: Trial, m: int, maps: tuple[RowMap, ...] = ()) -> tuple[Traces, Traces | None]:
+    """The traces in evaluation mode of the samples and of ``m``, or of one batch whose rows ``maps``
+    tell, and those in training mode if the model trains and evaluation mode has not reached some
+    parameter, nor a sibling of it.
     """
     structure, order = trial.followed.structure, trial.order
     model, n = structure.model, len(order)

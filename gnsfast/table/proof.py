@@ -199,7 +199,8 @@ class Trial(NamedTuple):
 
 class Measured(NamedTuple):
     """What a measured pass gave: the ``norms`` of the few, or why there are none, and ``lost``, the
-    parameters that it could not measure. Those that are ``mixed`` have a norm of other samples too. ``drew``: the model drew random numbers.
+    parameters that it could not measure. Those that are ``mixed`` have a norm of other samples
+    too. ``drew``: the model drew random numbers.
     """
 
     weighed: list[Weighed]
@@ -283,8 +284,8 @@ def _measured(
 
 def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
     """The squared norm of each parameter for each of the few, by a pass over this sample alone.
-    Ragged ones have one of all of them, with a loss of this one, and so have samples of a model that
-    draws random numbers even in evaluation mode, or takes no single sample.
+    Ragged ones have one of all of them, with a loss of this one, and so have samples of a model
+    that draws random numbers even in evaluation mode, or takes no single sample.
     """
     if isinstance(measured.norms, str):
         return measured.norms
@@ -417,7 +418,9 @@ def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str
 
 def of_ragged(trial: Trial, ragged: Ragged) -> Trial:
     """The same for a ragged batch, of whose samples a few are looked at."""
-    full = [b for b, length in enumerate(ragged.maps[0].starts.diff().tolist()) if length]
+    lengths = zip(*(rows.starts.diff().tolist() for rows in ragged.maps))
+    full = [b for b, of_maps in enumerate(lengths) if all(of_maps)]  # of rows of all kinds
+    full = full or [b for b, n in enumerate(ragged.maps[0].starts.diff().tolist()) if n]
     few = full[1::2][:3] or full[:1]
     few = few[: shared(len(few), min, trial.followed.structure.groups)]
     return trial._replace(order=few, ragged=ragged)
