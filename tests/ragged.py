@@ -41,9 +41,8 @@ def draw(nodes: list[int], edges: list[int], shuffled: bool = False) -> Graphs:
     """Random graphs of so many nodes and edges, of which shuffled ones lie in any order."""
     owner = torch.repeat_interleave(torch.arange(len(nodes)), torch.tensor(nodes))
     first = torch.tensor(nodes).cumsum(0) - torch.tensor(nodes)
-    parts = [
-        torch.randint(0, max(k, 1), (2, m)) + start for k, m, start in zip(nodes, edges, first)
-    ]
+    sizes = zip(nodes, edges, first)
+    parts = [torch.randint(0, max(k, 1), (2, m)) + start for k, m, start in sizes]
     both, N, E = torch.cat(parts, 1), sum(nodes), sum(edges)
     if shuffled:
         order = torch.randperm(N)

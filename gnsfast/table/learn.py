@@ -275,7 +275,7 @@ def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
 
 
 def _traced(trial: Trial, m: int, maps: tuple[RowMap, ...] = ()) -> tuple[Traces, Traces | None]:
-    """The traces in evaluation mode of the samples and of ``m``, or of one batch whose rows ``maps``
+    """The traces in evaluation mode of the samples and of ``m``, or of a batch whose rows ``maps``
     tell, and those in training mode if the model trains and evaluation mode has not reached some
     parameter, nor a sibling of it.
     """
