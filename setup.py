@@ -43,7 +43,7 @@ HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
 CPU_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
 CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "gram.cpp", "norm_backward.cpp")
-CPU_UNITS += ("embedding_wgrad.cpp",)
+CPU_UNITS += ("embedding_wgrad.cpp", "transpose.cpp")
 BFLOAT16_UNITS = ("bfloat16_wgrad.cpp", "bfloat16_gram.cpp", "amx_wgrad.cpp", "amx_gram.cpp")
 BFLOAT16_FLAG = "-DGNSFAST_BFLOAT16"
 # What an old assembler or compiler does not know.

@@ -20,6 +20,11 @@ growing by 6.
 
 {rules}
 
+The learning rate of an optimizer for which no rule is known, such as Muon or Lion, is refused by
+name: pass `lr="none"` and move it yourself, or `lr="keep"`. β2 has a floor, because `0.95^16 = 0.44`
+would lie below β1. Where a batch both grows and shrinks, a run that would meet the floor is refused:
+the way back would not lead to the old β2.
+
 The rules hold where gradients are mostly noise. Beyond the critical batch size none of them holds,
 and a larger learning rate may only make training unstable.
 

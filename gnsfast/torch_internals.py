@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
+from torch.utils import checkpoint as torch_checkpoint
 
 pytree = _pytree
 """Takes nested arguments and results apart, and puts them together again."""
@@ -93,6 +94,11 @@ def saved(node: Any, name: str) -> Any:
 FIRST_FORWARD, SECOND_FORWARD = "_checkpoint_hook", "_recomputation_hook"
 """The contexts in which a non-reentrant checkpoint runs: both are classes of
 ``torch.utils.checkpoint``, and set hooks for saved tensors."""
+
+
+StopRecomputation: Any = torch_checkpoint._StopRecomputationError
+"""How a checkpoint ends its second forward early, out of whatever saves the last tensor it needs:
+it is no error."""
 
 
 def saves_for(context: str) -> bool:

@@ -7,6 +7,7 @@ beside their frameworks (``make clients``).
 """
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ def test_ratios_are_those_of_the_records() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     assert listed == set(NAMES)
+
+
+def test_llms_txt_is_not_stale() -> None:
+    """Every page with its title and first sentence; its links resolve and its code runs."""
+    text = (DOCS / "llms.txt").read_text(encoding="utf-8")
+    assert text == runpy.run_path(str(DOCS / "llms.py"))["text"](), "run python docs/llms.py"
+    assert text.startswith("# gnsfast\n\n> ")  # as llmstxt.org has it
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert set(links) == set(NAMES) and all((DOCS / link).is_file() for link in links)
+    blocks = code(DOCS / "llms.txt", "python")
+    assert blocks
+    for block in blocks:
+        exec(block["code"], {})
 
 
 def test_commands_and_their_options_exist() -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
 FILES = (
-    "arguments combinations counts eager errors guard interval kept signatures templates tensors"
+    "arguments combinations counts eager errors guard interval kept reasons signatures "
+    "templates tensors"
 )
 FLOORS = (
     (*FILES.split(), "torch_internals"),

@@ -259,6 +259,18 @@ def test_checkpoints() -> None:
     y: Any = checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False)
     y.sum().backward()
     assert contexts == [(True, False), (False, True)] and not internals.saves_for("_checkpoint")
+    ends: list[Exception] = []
+
+    def saves_too_much(x: Tensor) -> Tensor:
+        try:
+            return x.sin() * x.cos()
+        except internals.StopRecomputation as error:
+            ends.append(error)
+            raise
+
+    y = checkpoint(saves_too_much, torch.ones(2, requires_grad=True), use_reentrant=False)
+    y.sum().backward()
+    assert len(ends) == 1
     held = vars(sys.modules["torch.utils.checkpoint"])
     assert internals.FIRST_FORWARD in held and "apply" in dir(held["CheckpointFunction"])
 

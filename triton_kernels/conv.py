@@ -4,6 +4,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gnsfast import reference
@@ -42,7 +43,7 @@ def _weight_wgrad(a: ConvWgrad, row: Tensor) -> Tensor:
     together = max(1, PATCHES // max(1, a_sample))
     for first in range(0, samples, together):
         rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
-        cols_nLK = reference.unfold(x[rows], a.kernel, a.stride, a.padding, a.dilation)
+        cols_nLK = unfold(x[rows], a.kernel, a.stride, a.padding, a.dilation)
         cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
         dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
         # What follows these samples' numbers is overwritten by the next ones'.
@@ -65,3 +66,38 @@ def _add_samples(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor, row: Tensor)
     sum_GOK = torch.empty_like(dw_GOK)
     finish_sums(g_BGOK.view(B, 1, G * O * K), sum_GOK.flatten(), row)
     dw_GOK += sum_GOK
+
+
+def unfold(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The patches [n, L, C·K] that a convolution multiplies with its kernel."""
+    if len(kernel) == 3:
+        return _unfold_views(x, kernel, stride, padding, dilation)
+    if len(kernel) == 1:
+        x = x[:, :, None]
+        kernel, stride, padding, dilation = (
+            [1, *kernel],
+            [1, *stride],
+            [0, *padding],
+            [1, *dilation],
+        )
+    if stride != kernel or any(padding) or any(d > 1 for d in dilation):
+        return F.unfold(x, *map(tuple, (kernel, dilation, padding, stride))).mT
+    (n, C, H, W), (h, w) = x.shape, kernel  # patches that do not overlap: one permutation
+    x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
+
+
+def _unfold_views(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """``unfold`` for any dimensions, with one copy of rows of positions. ``F.unfold`` takes two."""
+    D = len(kernel)
+    if any(padding):
+        x = F.pad(x, [p for each in reversed(padding) for p in (each, each)])
+    for d in range(D):
+        x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
+    kernel_first = x.movedim(tuple(range(2, 2 + D)), tuple(range(2 + D, 2 + 2 * D)))
+    L = x.shape[2 : 2 + D].numel()
+    return kernel_first.reshape(len(x), x.shape[1] * math.prod(kernel), L).mT

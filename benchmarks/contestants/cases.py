@@ -160,6 +160,29 @@ def small_gpt(kind: type[GPT] = GPT, device: str = "cpu", autocast: bool = False
     return Problem("small GPT", kind.T, kind().to(device), loss_of, batch)
 
 
+IMAGES = [(32, 32), (64, 32), (128, 32), (32, 64), (64, 16), (128, 16), (128, 8), (256, 8)]
+"""Channels, and pixels of an image's side."""
+
+
+def convolutions(channels: int, size: int, autocast: bool = False) -> Problem:
+    """Four blocks of a diffusion UNet's kind, on 8 images."""
+    torch.manual_seed(0)
+    block = lambda: (
+        nn.Conv2d(channels, channels, 3, padding=1),
+        nn.GroupNorm(8, channels),
+        nn.SiLU(),
+    )
+    model = nn.Sequential(*(layer for _ in range(4) for layer in block()))
+    loss_of = partial(cast_loss, squares_loss) if autocast else squares_loss
+    batch = (torch.randn(8, channels, size, size),)
+    return Problem(f"{channels} channels, {size} x {size}", size**2, model, loss_of, batch)
+
+
+def squares_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    loss: Tensor = model(batch[0]).square().mean()
+    return loss
+
+
 def cast_loss(loss_of: Loss, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     with torch.autocast(batch[0].device.type, torch.bfloat16):
         return loss_of(model, batch)

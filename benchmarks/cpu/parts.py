@@ -8,11 +8,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks import measure, record
+from benchmarks import contestants, measure, record
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
 from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
@@ -113,6 +114,28 @@ def autocast(threads: list[int], rounds: int) -> Tables:
             row = {"threads": n, "contestant": name, "rounds": MORE * rounds}
             rows.append(row | {"ms": round(timing.milliseconds, 1), "ratio": timing})
     return {"Whole training step under autocast(bfloat16)": rows}
+
+
+def convolutions(threads: list[int], rounds: int) -> Tables:
+    """The pass of a convolutional net by gnsfast, and by single samples, beside plain's."""
+    entered = PLAIN, GNSFAST, contestants.named("loop of single samples")
+    rows: Rows = []
+    for channels, size in cases.IMAGES:
+        torch.set_num_threads(threads[-1])
+        for verdict in gate.judged(cases.convolutions(channels, size), entered).values():
+            if verdict.complaint:
+                raise SystemExit(f"{verdict.contestant.name}: {verdict.complaint}")
+        check_autocast(cases.convolutions(channels, size, autocast=True))
+        for n, autocast in product(threads, (False, True)):
+            torch.set_num_threads(n)
+            problem = cases.convolutions(channels, size, autocast)
+            passes = {c.name: problem.prepare(c).once for c in entered}
+            row = {"channels": channels, "image": f"{size} x {size}", "threads": n}
+            row |= {"dtype": "bfloat16" if autocast else "float32", "rounds": MORE * rounds}
+            timings = measure.interleave(passes, MORE * rounds)
+            row["plain ms"] = round(timings.pop(PLAIN.name).milliseconds, 1)
+            rows.append(row | timings)
+    return {"Convolutions 3 x 3, as ratios to plain": rows}
 
 
 def check_autocast(problem: Problem) -> None:
@@ -253,6 +276,7 @@ PARTS: dict[str, Callable[[list[int], int], Tables]] = {
     "coverage": coverage,
     "step": step,
     "autocast": autocast,
+    "convolutions": convolutions,
     "lengths": lengths,
     "batches": batches,
     "layers": layers,

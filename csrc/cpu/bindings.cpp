@@ -13,6 +13,7 @@
 #include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
+#include "transpose.h"
 
 namespace py = pybind11;
 
@@ -128,6 +129,20 @@ void embedding_wgrad(const std::string& kernel, uintptr_t dy, const Strides& dy_
   gnsfast::cpu::embedding_wgrad(call, kernel);
 }
 
+void transpose(uintptr_t from, const Strides& from_strides, uintptr_t to, const Strides& to_strides,
+               int bytes, const std::array<int64_t, 4>& shape, int threads) {
+  const auto [n, C, H, W] = shape;
+  check_sizes(shape);
+  if (!from || !to) throw std::invalid_argument("a null pointer");
+  if (bytes != 2 && bytes != 4) throw std::invalid_argument("a number must have 2 or 4 bytes");
+  const auto [from_n, from_c, from_h] = from_strides;
+  const auto [to_n, to_h, to_w] = to_strides;
+  const gnsfast::cpu::Transpose call{at<const void>(from), at<void>(to), bytes, n, C, H, W, from_n,
+                                     from_c, from_h, to_n, to_h, to_w, {threads, openmp()}};
+  py::gil_scoped_release release;
+  gnsfast::cpu::transpose(call);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -140,5 +155,6 @@ PYBIND11_MODULE(_cpu, m) {
         "Short samples' squared norms, and the sums of their absolute terms.");
   m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
   m.def("norm_backward", &norm_backward, "dx; dW and db unless 0, and their probe rows.");
+  m.def("transpose", &transpose, "Copies [n, C, H, W] to [n, H, W, C].");
   m.def("embedding_wgrad", &embedding_wgrad, "Adds to dW; its probe row.");
 }

@@ -14,6 +14,7 @@
 #include "gram.h"
 #include "linear_wgrad.h"
 #include "norm_backward.h"
+#include "transpose.h"
 
 namespace {
 
@@ -321,6 +322,22 @@ void check_embedding(const std::string& kernel) {
   }
 }
 
+template <class T>
+void check_transpose() {
+  const int64_t n = one_of({1, 3}), C = one_of({1, 7, 16, 40}), H = one_of({1, 4});
+  const int64_t W = one_of({1, 16, 31, 257, 600}), gap = one_of({0, 3});
+  std::vector<T> from(n * C * H * W), to(n * H * (W + gap) * (C + gap), T(77));
+  for (size_t k = 0; k < from.size(); ++k) from[k] = T(k % 5003 + 100);
+  const int64_t to_w = C + gap, to_h = (W + gap) * to_w;
+  transpose({from.data(), to.data(), sizeof(T), n, C, H, W, C * H * W, H * W, W, H * to_h, to_h,
+             to_w, {one_of({1, 2, 3}), on_threads}});
+  for (int64_t k = 0; k < int64_t(to.size()); ++k) {
+    const int64_t c = k % to_w, w = k / to_w % (W + gap), h = k / to_h % H, of = k / to_h / H;
+    const bool inside = c < C && w < W;
+    compare("transpose", to[k], inside ? from[((of * C + c) * H + h) * W + w] : 77, 0);
+  }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -331,6 +348,7 @@ int main(int count, char** words) {
     for (int k = 0; k < 100 && !wrong; ++k) check_embedding(kernel);
     for (int k = 0; k < 100 && !wrong; ++k) check_gram(kernel);
   }
+  for (int k = 0; k < 100 && !wrong; ++k) check_transpose<float>(), check_transpose<uint16_t>();
   for (const std::string& kernel : bfloat16_kernels()) {
     for (int k = 0; k < 150 && !wrong; ++k) check_linear(kernel);
     for (int k = 0; k < 300 && !wrong; ++k) check_gram(kernel);

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +9,9 @@ from rich.console import Console
 
 from gnsfast.cli import branch, doctor, plan, report, schedule
 from gnsfast.cli.live import watch
-from gnsfast.cli.options import input_errors, takes
+from gnsfast.cli.options import takes
+from gnsfast.cli.output import Command, answer, print_json
 from gnsfast.cli.records import read_runs
-from gnsfast.cli.terminal import show
 from gnsfast.critical_batch import branches
 from gnsfast.interval import Interval
 from gnsfast.parallel import is_first
@@ -28,26 +27,8 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def print_found(name: str, found: dict[str, Any], as_json: bool) -> None:
-    """One JSON object, or what the template with this name makes of it."""
-    if as_json:
-        typer.echo(json.dumps(plain(found), allow_nan=False))
-    else:
-        show(name, found, Console())
-
-
-def plain(value: Any) -> Any:
-    """For JSON: an interval with names, and null for an end that is infinite."""
-    if isinstance(value, Interval):
-        return value.record()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
-
-
-@app.command("report")
+@app.command("report", cls=Command)
 @takes(report.Options)
-@input_errors()
 def report_(options: report.Options, as_json: Json = False) -> None:
     """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
@@ -65,30 +46,29 @@ def report_(options: report.Options, as_json: Json = False) -> None:
         found = read_runs(paths)
         report.write_report(found, page)
     if as_json:
-        typer.echo(json.dumps({"runs": [run.summary() for run in found], "report": str(page)}))
+        runs = [run.summary() for run in found]
+        print_json({"kind": "report", "runs": runs, "report": str(page)})
     console.print(f"Report: {page}")
 
 
-@app.command("doctor")
+@app.command("doctor", cls=Command)
 def doctor_(as_json: Json = False) -> None:
     """Show versions, devices and back-ends, and say why a back-end is missing."""
-    print_found("doctor.txt", doctor.examine(), as_json)
+    answer("doctor.txt", doctor.examine(), as_json)
 
 
-@app.command("plan")
+@app.command("plan", cls=Command)
 @takes(plan.Options)
-@input_errors()
 def plan_(options: plan.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
-    print_found("plan.txt", plan.examine(options), as_json)
+    answer("plan.txt", plan.examine(options), as_json)
 
 
-@app.command("schedule")
+@app.command("schedule", cls=Command)
 @takes(schedule.Options)
-@input_errors()
 def schedule_(options: schedule.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
-    print_found("schedule.txt", schedule.examine(options), as_json)
+    answer("schedule.txt", schedule.examine(options), as_json)
 
 
 class Short(typer.core.TyperGroup):
@@ -112,9 +92,8 @@ def branching_() -> None:
     """
 
 
-@branching.command("measure")
+@branching.command("measure", cls=Command)
 @takes(branch.Options)
-@input_errors()
 def branch_(options: branch.Options, as_json: Json = False) -> None:
     """Train branches of a run, and apply the rule to their losses.
 
@@ -124,7 +103,10 @@ def branch_(options: branch.Options, as_json: Json = False) -> None:
 
     def say(each: branches.Branch) -> None:
         if is_first():
-            typer.echo(json.dumps(each.record()) if as_json else branch.branch_line(each))
+            if as_json:
+                print_json({"kind": "branch"} | each.record())
+            else:
+                typer.echo(branch.branch_line(each))
 
     try:
         if options.list:
@@ -141,9 +123,8 @@ def branch_(options: branch.Options, as_json: Json = False) -> None:
     print_result(result, options.factor, options.out, as_json)
 
 
-@branching.command("result")
+@branching.command("result", cls=Command)
 @takes(branch.ResultOptions)
-@input_errors()
 def result_(options: branch.ResultOptions, as_json: Json = False) -> None:
     """Apply the rule to the branches that a folder holds."""
     result = branches.critical_batch_in(options.folder)
@@ -155,7 +136,13 @@ def print_result(
 ) -> None:
     if not is_first():
         return
-    typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")
+    if as_json:
+        record = result.record()
+        for end in Interval._fields:
+            del record[end]
+        print_json(record | {"critical_batch_samples": result.interval})
+    else:
+        typer.echo(f"\n{result}")
     if factor is not None:
         result.factor(factor).save(out / "factor.json")
         if not as_json:

@@ -23,7 +23,7 @@ def examine() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     found = {"devices": _devices(), "backends": _backends(), "choices": _choices()}
-    return {"versions": versions, **found}
+    return {"kind": "doctor", "versions": versions, **found}
 
 
 def _devices() -> list[dict[str, str]]:

@@ -3,8 +3,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -12,20 +11,13 @@ import typer
 
 from gnsfast.arguments import whole_number
 from gnsfast.counts import parse_count, parse_number
-from gnsfast.errors import BranchError
 from gnsfast.interval import Interval
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
-@contextmanager
-def input_errors() -> Iterator[None]:
-    """Turn bad input into one line on stderr and exit status 2, without a traceback."""
-    try:
-        yield
-    except (ValueError, OSError, BranchError) as error:
-        typer.echo(f"gnsfast: {error}", err=True)
-        raise typer.Exit(2) from None
+class BadInput(Exception):
+    """The text of an option means nothing. No ValueError: Typer would drop its message."""
 
 
 def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -55,8 +47,7 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
-            with input_errors():
-                made = options(**{each.name: given.pop(each.name) for each in own})
+            made = options(**{each.name: given.pop(each.name) for each in own})
             function(made, **given)
 
         rest = [*inspect.signature(function).parameters.values()][1:]
@@ -71,8 +62,10 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
 def _reader(read: Callable[[str, str], Any], name: str) -> Callable[[str], Any]:
     def reader(text: str) -> Any:
-        with input_errors():
+        try:
             return read(text, name)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
 
     return reader
 

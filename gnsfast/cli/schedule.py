@@ -2,6 +2,7 @@
 """``gnsfast schedule``: a batch-size schedule, what it saves, and its form in other frameworks."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +10,14 @@ from typing import Annotated, Any
 from typer import Argument
 
 from gnsfast.arguments import check_choice
-from gnsfast.cli.options import Count, pairs
+from gnsfast.cli.options import Count, Span, pairs
 from gnsfast.cli.words import page
-from gnsfast.critical_batch import exports, laws
+from gnsfast.critical_batch import exports, late_switch, laws, seesaw, token_schedules
 from gnsfast.critical_batch.rules import NAMES, Rules
+
+SHAPES = ("cosine", "linear", "wsd")
+IN_STEPS = ("torchtitan", "levanter")
+"""Tools whose learning rate is a function of optimizer steps, of whatever size."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,13 @@ class Options:
         per_device_batch: Samples in a forward pass, for torchtitan, huggingface, lightning.
         processes: Data-parallel processes, for torchtitan, huggingface, lightning.
         lr: How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt).
+        seesaw: Double the batch where this learning rate halves: cosine, linear, wsd.
+        warm_up: Tokens of that learning rate's warm-up.
+        decay: Tokens of its decay, for wsd.
+        final: Share of its peak at which it ends.
+        late: Share of the tokens before which the batch does not grow.
+        max_batch: The batch does not grow beyond it.
+        b_crit: Critical batch size that you measured, in samples, VALUE[:LOWER:UPPER].
     """
 
     source: Annotated[str, Argument]
@@ -40,11 +52,20 @@ class Options:
     per_device_batch: Count | None = None
     processes: Count = 1
     lr: str | None = None
+    seesaw: str | None = None
+    warm_up: Count = 0
+    decay: Count | None = None
+    final: float = 0.1
+    late: float | None = None
+    max_batch: Count | None = None
+    b_crit: Span | None = None
 
 
 def examine(options: Options) -> dict[str, Any]:
     """Everything that ``show`` prints and ``--json`` writes."""
-    schedule, lr, against = read_schedule(options), read_rule(options), options.against
+    shape = None if options.seesaw is None else read_shape(options)
+    schedule, lr = read_schedule(options, shape), read_rule(options)
+    against = options.against
     saved, first = schedule.steps_saved(against), schedule.stages[0].batch_size
     found: dict[str, Any] = {
         "kind": "schedule",
@@ -52,9 +73,14 @@ def examine(options: Options) -> dict[str, Any]:
         "tokens_per_sample": schedule.tokens_per_sample,
         "lr": lr,
         "stages": [
-            {**asdict(stage), "lr_factor": Rules(lr).lr_factor(stage.batch_size / first)}
+            {
+                **asdict(stage),
+                "lr_factor": (factor := Rules(lr).lr_factor(stage.batch_size / first)),
+                "lr_of_peak": None if shape is None else shape(stage.tokens) * factor,
+            }
             for stage in schedule.stages
         ],
+        "shape": options.seesaw,
         "steps": _saved(saved),
         "note": laws.SAME_COMPUTE,
         "seconds": None,
@@ -72,6 +98,11 @@ def exported(options: Options, schedule: laws.BatchSizeSchedule, lr: str) -> dic
     tool, told = str(options.export), dict[str, Any]()
     value: Any = None
     check_choice("--export", tool, exports.TOOLS)
+    if tool in IN_STEPS and options.seesaw is not None:
+        raise ValueError(
+            f"{tool} counts its learning rate's schedule in steps, and Seesaw needs one in tokens: "
+            f"--export {', '.join(name for name in exports.TOOLS if name not in IN_STEPS)}"
+        )
     if tool in ("torchtitan", "huggingface", "lightning") and options.per_device_batch is None:
         raise ValueError(f"--export {tool} needs --per-device-batch")
     if tool == "megatron":
@@ -94,8 +125,22 @@ def exported(options: Options, schedule: laws.BatchSizeSchedule, lr: str) -> dic
     return {"for": tool, "value": value, "notes": notes.splitlines(), "lines": lines}
 
 
-def read_schedule(options: Options) -> laws.BatchSizeSchedule:
-    """From a controller's log (a file or a run folder), or from thresholds."""
+def read_shape(options: Options) -> token_schedules.Shape:
+    """The learning rate that ``--seesaw`` names."""
+    check_choice("--seesaw", name := options.seesaw, SHAPES)
+    if (name == "wsd") != (options.decay is not None):
+        raise ValueError("--seesaw wsd needs --decay, the tokens of its decay, and no other does")
+    more = {} if options.decay is None else {"decay": options.decay}
+    make: Callable[..., token_schedules.Shape] = getattr(token_schedules, str(name))
+    return make(options.total_tokens, warm_up=options.warm_up, final=options.final, **more)
+
+
+def read_schedule(
+    options: Options, shape: token_schedules.Shape | None = None
+) -> laws.BatchSizeSchedule:
+    """From a controller's log (a file or a run folder), or from thresholds, which ``--seesaw`` and
+    ``--late`` make from the first batch size.
+    """
     source, log = options.source, Path(options.source).exists()
     if not log and ":" not in source:
         raise ValueError(
@@ -103,8 +148,32 @@ def read_schedule(options: Options) -> laws.BatchSizeSchedule:
             "'0:1024 168B:2048'"
         )
     read = laws.BatchSizeSchedule.from_log if log else laws.BatchSizeSchedule.parse
-    length = options.tokens_per_sample
-    return read(source, total_tokens=options.total_tokens, tokens_per_sample=length)
+    sizes: dict[str, Any] = {
+        "total_tokens": options.total_tokens,
+        "tokens_per_sample": options.tokens_per_sample,
+    }
+    schedule = read(source, **sizes)
+    if shape is None and options.late is None:
+        return schedule
+    if len(schedule.thresholds) > 1:
+        raise ValueError(
+            f"--seesaw and --late decide when the batch grows, and {source!r} does too: pass the "
+            f"first batch size alone, '0:{schedule.thresholds[0][1]}'"
+        )
+    if options.b_crit is None:
+        raise ValueError(
+            "--seesaw and --late hold below the critical batch size alone: measure it with gnsfast "
+            "branch, and pass --b-crit VALUE:LOWER:UPPER"
+        )
+    sizes |= {"critical": options.b_crit}
+    first, largest, late = schedule.thresholds[0][1], options.max_batch, options.late
+    if shape is not None:
+        if options.lr not in (None, "sqrt", "linear"):
+            raise ValueError(f"--lr {options.lr} is no Seesaw: pass --lr sqrt (Adam), or linear")
+        return seesaw(shape, first, max_batch_size=largest, late=late or 0.0, **sizes)
+    if largest is None:
+        raise ValueError("--late without --seesaw needs --max-batch, the batch size from there on")
+    return late_switch(first, largest, late=late or 0.0, **sizes)
 
 
 def read_rule(options: Options) -> str:

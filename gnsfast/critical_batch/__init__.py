@@ -5,7 +5,8 @@
 - ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured;
   ``ScheduledBatchSize`` by thresholds in tokens.
 - ``Rules`` moves learning rate, betas and weight decay with the batch size.
-- ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
+- ``BatchSizeSchedule`` counts the steps that a growing batch size saves; ``seesaw`` and
+  ``late_switch`` make one.
 - ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
 """
 
@@ -33,6 +34,7 @@ from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, Ru
 from gnsfast.critical_batch.fits import PowerLaw, fit_power_law
 from gnsfast.critical_batch.rules import RULES, Rule, Rules
 from gnsfast.critical_batch.schedule import BatchSizeSchedule
+from gnsfast.critical_batch.seesaw import late_switch, seesaw
 
 __all__ = [
     "BatchSizeController",
@@ -56,9 +58,11 @@ __all__ = [
     "averaged",
     "exports",
     "fit_power_law",
+    "late_switch",
     "laws",
     "measure_critical_batch",
     "pooled_factor",
+    "seesaw",
     "token_schedules",
     "trade_off",
 ]

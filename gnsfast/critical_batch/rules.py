@@ -6,6 +6,7 @@ growing by 2 and then by 3 is growing by 6.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,21 @@ def _sde(beta1: float, beta2: float, eps: float, k: float) -> tuple[float, float
     return 1 - k * (1 - beta1), 1 - k * (1 - beta2), eps / math.sqrt(k)
 
 
+FLOOR = 0.95
+"""The least beta2 to which a rule moves one: marin's runs spiked below it (its pull request 2447).
+"""
+
+
+def _half_life(beta1: float, beta2: float, eps: float, k: float) -> tuple[float, float, float]:
+    """Not below ``FLOOR``, nor below β1², where Adam's steps have no bound; a beta2 that is lower
+    already stays.
+    """
+    return beta1, max(beta2**k, min(beta2, max(FLOOR, beta1**2))), eps
+
+
+KNOWN = re.compile("adam|rmsprop|sgd", re.I)
+"""Names of optimizers whose learning rate a rule of a paper moves."""
+
 RULES = (
     Rule(
         "lr",
@@ -69,11 +85,13 @@ RULES = (
     Rule(
         "betas",
         "half_life",
-        "β1, β2^k",
-        "Marek et al. 2025 (arXiv 2507.07101): the half-life of β2 stays constant in tokens",
+        "β1, β2^k, not below 0.95 or β1²",
+        "Marek et al. 2025 (arXiv 2507.07101): the half-life of β2 stays constant in tokens; the "
+        "floor is that of marin, whose large batches spiked below it (pull request 2447)",
         "Adam on language models of 19M to 1.3B parameters, batches of 1 to 4,096 samples",
-        "0.95 at 512 samples is 0.9999 at 1, as their configurations have it",
-        lambda beta1, beta2, eps, k: (beta1, beta2**k, eps),
+        "0.95 at 512 samples is 0.9999 at 1, as their configurations have it; 0.999 at 32 samples "
+        "is marin's 0.998 at 64 to 0.968 at 1,024, and 0.95 at 2,048",
+        _half_life,
     ),
     Rule(
         "betas",
@@ -115,20 +133,24 @@ class Rules:
     Args:
         lr: ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``, or ``"none"``, which leaves it to
             your own code.
-        betas: of Adam: ``"keep"``, ``"half_life"``, or ``"sde"``, which moves eps too.
+        betas: of Adam: ``"keep"``, ``"half_life"``, which keeps beta2 at 0.95 or above, or
+            ``"sde"``, which moves eps too.
         weight_decay: ``"keep"``, or ``"timescale"``, which divides by the factor of the learning
             rate and so does not go with ``lr="none"``.
+
+    A rule moves the learning rate of Adam, RMSprop and SGD and of optimizers named after them. No
+    paper here says how that of another one (Muon, Lion) follows a batch: ``check`` refuses it.
 
     Raises:
         ValueError: for a name that no rule has, and for ``"timescale"`` with ``lr="none"``.
 
     >>> from gnsfast.critical_batch import Rules
     >>> parameter = torch.nn.Parameter(torch.zeros(1))
-    >>> adamw = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    >>> adamw = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     >>> Rules(betas="half_life", weight_decay="timescale").apply(adamw, 4)
     >>> group = adamw.param_groups[0]
     >>> group["lr"], round(group["betas"][1], 4), group["weight_decay"]
-    (0.002, 0.8145, 0.2)
+    (0.002, 0.9606, 0.2)
     """
 
     lr: str = "sqrt"
@@ -170,6 +192,21 @@ class Rules:
                     f"weight_decay={self.weight_decay!r} needs decoupled weight decay, and {kind} "
                     "adds its weight decay to the gradient: use AdamW, or pass weight_decay='keep'"
                 )
+        if k != 1 and self.lr in ("sqrt", "linear") and not _known(optimizer):
+            raise ValueError(
+                f"no rule says how the learning rate of {kind} follows the batch (lr={self.lr!r} "
+                "is known for Adam, RMSprop and SGD): pass lr='none' and move it yourself, or "
+                "lr='keep'"
+            )
+
+    def floored(self, optimizer: Optimizer, k: float) -> bool:
+        """Whether a batch that grows by ``k`` meets the floor of beta2, so that the way back would
+        not lead to the beta2 of now.
+        """
+        return self.betas == "half_life" and any(
+            "betas" in g and self._betas(g, k)[1] > float(g["betas"][1]) ** k * (1 + 1e-9)
+            for g in optimizer.param_groups
+        )
 
     def apply(
         self, optimizer: Optimizer, k: float, *, lr: bool = True, lr_factor: float | None = None
@@ -221,6 +258,17 @@ class Rules:
             *group["betas"], group.get("eps", 0.0), k
         )
         return found
+
+
+def _known(optimizer: Any) -> bool:
+    """Whether its class, or one that it is made from or wraps, is named after a known one and not
+    after Muon, whose classes often train some parameters with Adam.
+    """
+    names = [each.__name__ for each in type(optimizer).__mro__]
+    if any("muon" in name.lower() for name in names):
+        return False
+    inner = getattr(optimizer, "optimizer", None)  # of accelerate and DeepSpeed
+    return any(map(KNOWN.search, names)) or (inner is not None and _known(inner))
 
 
 def _coupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -56,8 +56,8 @@ def factors(
     if processes.world > 1:
         dist.all_reduce(summed, group=s.group)
     of = loss_factors.coefficients(summed[None, :-2], local=False)
-    total, half, weight = summed[4], summed[-2], summed[5]  # of C times mean length's square
-    v, u2 = of.v[0], summed[-1]
+    total, half, v, u2 = summed[4], summed[-2], of.v[0], summed[-1]
+    weight = v * summed[0] / summed[1].square()  # without the mean length's square
     rest = v - u2
     added, left = (
         total.new_ones(()) if scale is None else scale.to(device, torch.float64)

@@ -2,6 +2,7 @@
 """``GradientNoiseScale`` measures the noise scale of a training run in its own backward passes."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,9 @@ from gnsfast.following import Followed, unwrapped
 from gnsfast.guard import Guard
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.probing import checks
-from gnsfast.table import Table
+from gnsfast.table import PROVEN, Table, Take
+
+LOG = logging.getLogger("gnsfast")
 
 
 class GradientNoiseScale:
@@ -42,6 +45,9 @@ class GradientNoiseScale:
     Args:
         model: any model. Nothing in it is changed. Parameters without norms are left out of both
             tr Σ and |G|² (``gnsfast.coverage``).
+        take: what a sample is, for the first batch, as for ``gnsfast.learn``. A number K says that
+            rows b, b + n, ... of the batch, K of them, are sample b of n: pairs have 2. ``table``
+            knows it already.
         source: where |G|² comes from. ``"update"``: from the gradient of the whole update, over all
             micro-batches and processes. It is read from ``.grad`` at the end of the block; that of
             one micro-batch on one process comes from the probes, and nothing is read. ``"local"``:
@@ -114,6 +120,7 @@ class GradientNoiseScale:
         model: nn.Module,
         table: Table | None = None,
         *,
+        take: Take | None = None,
         source: str = "update",
         window: int = 64,
         decay: float | None = None,
@@ -148,6 +155,7 @@ class GradientNoiseScale:
             keep_largest=keep_largest,
             unit=unit,
             gradients=gradients,
+            take=take,
         )
         check_choice("on_error", on_error, ("raise", "skip"))
         self._skips, self._errors = on_error == "skip", Errors()
@@ -159,6 +167,7 @@ class GradientNoiseScale:
         """Forget all measurements, and read the model's parameters anew."""
         self.discard()
         self._observer: Observer | None = None
+        self._has_warned = False
         self._seen = self._measured = 0
         self._budget = Budget(self.budget, self.every)
 
@@ -190,7 +199,7 @@ class GradientNoiseScale:
         self,
         num_samples: int | None = None,
         *,
-        tokens: int | Tensor | None = None,
+        tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         rows: Any = None,
@@ -319,7 +328,7 @@ class GradientNoiseScale:
         self,
         num_samples: int,
         *,
-        tokens: int | Tensor | None = None,
+        tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         rows: Any = None,
@@ -334,10 +343,13 @@ class GradientNoiseScale:
             num_samples: the number of samples on this process.
             tokens: the number of tokens that the loss counts, in total or for each sample
                 [num_samples]. Give it if the loss is a mean (or sum) over the tokens of samples
-                of unequal length.
+                of unequal length. In any other weighted mean it is the weight of each sample, such
+                as that of its class: numbers of any size, floats too. ``learn(loss=...)`` proves
+                them.
             scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches,
                 without that of a ``grad_scaler``. It changes the noise scale only if micro-batches
-                have different factors. Tensors, also of ``tokens``, are read at the block's end.
+                weigh tokens unequally: see ``NoiseScale.unequal``. Tensors, also of ``tokens``, are
+                read at the block's end.
             cu_seqlens: needed if samples are documents packed into rows: integers [documents + 1]
                 on the CPU. If all rows of the batch are one list, they are the first row of each
                 document, and then the end of the last (``gnsfast.cu_seqlens`` makes them from
@@ -377,7 +389,7 @@ class GradientNoiseScale:
     def _measured_pass(
         self,
         block: Block,
-        tokens: int | Tensor | None,
+        tokens: float | Tensor | None,
         scale: float | Tensor | None,
         cu_seqlens: Tensor | None,
         rows: Any,
@@ -402,7 +414,7 @@ class GradientNoiseScale:
                 yield
         except BaseException as error:
             self.discard()
-            checks.explain_penalty(error)
+            checks.explain_penalty(error, observer.slab.took_graphs)
             raise
         if not self._is_due:  # an error, discard() or reset() has dropped the update
             return
@@ -457,8 +469,17 @@ class GradientNoiseScale:
         fields |= {"covered": slab.covered, "covered_norm": slab.covered_norm}
         fields |= {"left_out": tuple(slab.left_out)}
         fields |= {"every": self._budget.gap, "cost": self._budget.cost}
-        fields |= {"errors": self._errors.count}
-        return replace(result, **fields)
+        fields |= {"errors": self._errors.count, "loss": self._doubt(observer)}
+        result = replace(result, **fields)
+        if (warning := result.warning) and not self._has_warned:
+            self._has_warned = True
+            LOG.warning("%s", warning)
+        return result
+
+    def _doubt(self, observer: Observer) -> str:
+        """Why the loss is not proven, if it was asked."""
+        table = observer.slab.followed.table
+        return "" if table is None or table.loss == PROVEN else table.loss
 
     def _window(self) -> tuple[Window, list[tuple[Side, Tensor]]]:
         """The numbers of the window's updates, and of each side its own [U, width]."""

@@ -27,7 +27,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.records import Pass, Window
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Setup, Side
-from gnsfast.following import Leaf
+from gnsfast.following import EXCLUDED, Leaf
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import parameters_at_rest
 from gnsfast.probing import Arrivals, ProbeSlab
@@ -82,7 +82,7 @@ class GradientSlab(ProbeSlab):
         self._gradients = _Sqnorms(trained(self.model), self.arrives)
 
     def _measured(self) -> list[Leaf]:
-        return self.followed.leaves
+        return [leaf for leaf in self.followed.leaves if leaf.refused != EXCLUDED]
 
     def _begin(self, *asked: Any) -> None:
         self.forget()

@@ -25,7 +25,8 @@ class Numbers:
     """Computes the numbers and the flags of updates on the ``device`` that holds their tensors.
 
     ``window`` and ``flags`` are the columns of both. ``replicas`` says which parameters
-    data-parallel replicas share.
+    data-parallel replicas share, and ``whole`` which ones each tensor-parallel process has for
+    itself.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Numbers:
         settings: Settings,
         processes: Processes,
         replicas: list[bool],
+        whole: list[bool],
         audit: Audit,
         sides: Sequence[Side],
         device: torch.device,
@@ -42,11 +44,12 @@ class Numbers:
         self._audit, self._sides, self.device = audit, sides, device
         self._order = slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
+        self._whole = torch.tensor(whole, dtype=torch.float64, device=device)
         K, E, S = len(slab.parameters), sum(side.width for side in sides), loss_factors.SCALARS
         norms = {"p": K, "q": K, "scalars": S, "sides": E}
         self.window = Columns(Window, **norms)
         self.flags = Columns(Flags, calls=K, surplus=K, unseen=K)
-        replica = 3 * processes.tensor
+        replica = 4 * processes.tensor
         self._share = Columns(Share, **norms, calls=K, surplus=K, pace=2, replicas=replica)
 
     def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,12 +57,16 @@ class Numbers:
         updates are computed together.
         """
         share = self._share_of(updates) if updates[0].passes else self._lost(updates)
-        apart = torch.zeros_like(share.reach)
+        apart = parts = torch.zeros_like(share.reach)
         if self.processes.world > 1:  # else it agrees with itself
             vector = self._share.joined(share)
             dist.all_reduce(vector, group=self._settings.group)
             share = self._share.split(vector)
-            apart = _differ(*share.replicas.unflatten(1, (-1, 3)).unbind(2)).any(1, True).double()
+            *replicas, whole = share.replicas.unflatten(1, (-1, 4)).unbind(2)
+            apart = _differ(*replicas).any(1, True).double()
+            if (tensor := self.processes.tensor) > 1:
+                sums = whole.sum(1, True), whole.square().sum(1, True)
+                parts = _differ(torch.full_like(parts, tensor), *sums).double()
         largest = (1 + TOLERANCE) * share.reach.square()
         flags = Flags(
             calls=share.calls,
@@ -71,6 +78,7 @@ class Numbers:
             padded=share.padded,
             empty=share.empty,
             apart=apart,
+            parts=parts,
         )
         numbers = Window(share.p, share.q, share.scalars, share.sides)
         return self.window.joined(numbers), self.flags.joined(flags), share.pace
@@ -97,10 +105,16 @@ class Numbers:
             return t.new_zeros(len(updates), *t.shape[1:]).index_add_(0, of_pass, t)
 
         on, sums_P2K, calls_PK = self.processes, *self._of_passes(passes)
+        scalars_PS = torch.stack([self._scalars(each) for each in passes])
+        if self._settings.local:
+            sums_PK2, scalars_PK = loss_factors.per_token(sums_P2K.mT, scalars_PS[:, None])
+            sums_P2K, scalars_PS = sums_PK2.mT, scalars_PK[:, 0]
         reach = of_updates(sums_P2K[:, 1].sum(1, True).sqrt())
         # All tensor-parallel processes have measured the same.
         p, q = (of_updates(sums_P2K) / on.tensor).unbind(1)
-        replicas, stale = q.new_zeros(len(updates), on.tensor, 3), torch.zeros_like(reach)
+        replicas, stale = q.new_zeros(len(updates), on.tensor, 4), torch.zeros_like(reach)
+        if on.tensor > 1:
+            replicas[:, on.coordinate, 3] = p @ self._whole
         for u, update in enumerate(updates):
             if update.sqnorms is not None:
                 of_grad = update.sqnorms.shares(self.device)
@@ -108,7 +122,7 @@ class Numbers:
                 q[u] = loss_factors.without_scale(of_grad, update.loss_scale) * on.divisor**2
                 replica = (q[u] * self._replicas).sum()
                 row = torch.stack([torch.ones_like(replica), replica, replica.square()])
-                replicas[u, on.coordinate] = row
+                replicas[u, on.coordinate, :3] = row
             if update.leftover is not None:
                 stale[u] = update.leftover.shares(self.device).sum() != 0
         sides = p.new_zeros(len(updates), 0)
@@ -120,7 +134,7 @@ class Numbers:
         return Share(
             p=p,
             q=q,
-            scalars=of_updates(torch.stack([self._scalars(each) for each in passes])) / on.tensor,
+            scalars=of_updates(scalars_PS) / on.tensor,
             sides=sides,
             pace=p.new_tensor([update.pace for update in updates]) / on.world,
             calls=of_updates(calls_PK),

@@ -34,6 +34,7 @@ from gnsfast.parallel import (
 )
 from gnsfast.probing import ArrivedNorms, Audit, ProbeSlab, checks, is_audited
 from gnsfast.table import Table
+from gnsfast.tensors import is_dtensor
 
 SIDES: tuple[type[Side], ...] = (
     MicroBatches,
@@ -61,7 +62,7 @@ class Observer:
         self.is_open = False  # whether a micro-batch is
         self._passes: list[Pass] | None = None  # of the update under way, if there is one
         s, kind = settings, GradientSlab if settings.by_gradients else ProbeSlab
-        self.slab = slab = kind(model, s.gradients)
+        self.slab = slab = kind(model, s.gradients, s.take)
         self._table = slab.followed.table
         self.processes = find_processes(self._wrapped, s.group)
         if self.processes.world > 1 and not s.local:
@@ -85,7 +86,11 @@ class Observer:
         if not slab.parameters:
             checks.refuse_nothing(slab.followed)
         spread = fsdp_degrees(self.model)
-        self._replicas = [id(p) not in spread for p in slab.parameters.values()]
+        parameters: list[Any] = [*slab.parameters.values()]
+        self._replicas = [id(p) not in spread for p in parameters]
+        self._whole = [
+            not is_dtensor(p) or p.device_mesh.size() == spread.get(id(p)) for p in parameters
+        ]
         # Several processes sum their numbers on the device. A single one needs no device.
         self._where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit([] if self.settings.by_gradients else [*slab.parameters], self._where)
@@ -93,7 +98,7 @@ class Observer:
     def settle(self) -> None:
         """Make what depends on which parameters have norms on all processes."""
         s, sides = self.settings, [*self.sides.values()]
-        of = self.slab, s, self.processes, self._replicas
+        of = self.slab, s, self.processes, self._replicas, self._whole
         self._numbers = Numbers(*of, self.audit, sides, self._where)
         self.ledger = Ledger(s.window, self._numbers)
 
@@ -243,7 +248,7 @@ class Observer:
         self,
         before: list[Pass],
         num_samples: int,
-        tokens: int | Tensor | None,
+        tokens: float | Tensor | None,
         scale: float | Tensor | None,
     ) -> Pass:
         slab = self.slab
@@ -320,7 +325,8 @@ class Observer:
     def check(self) -> None:
         """Raise if the flags of all updates so far show a wrong norm. It waits for the device."""
         flags: Flags = self._numbers.flags.split(self.ledger.flags[None])
-        checks.refuse_flags(self.slab.parameters, flags)
+        whole = [name for name, is_whole in zip(self.slab.parameters, self._whole) if is_whole]
+        checks.refuse_flags(self.slab.parameters, whole, flags)
         if wrong := self.audit.check(self.slab.parameters, self.slab.is_half):
             raise ObservationError(wrong)
         if flags.excess.any():

@@ -24,7 +24,7 @@ class Pass(NamedTuple):
     rows: list[Tensor]
     uses: tuple[int, ...]
     num_samples: int
-    tokens: int | Tensor | None
+    tokens: float | Tensor | None
     scale: float | Tensor
     loss_scale: Tensor | None
     samples: list[Tensor]
@@ -77,7 +77,8 @@ class Flags(NamedTuple):
     update began (``stale``), are all zero at its end (``zeroed``), or are larger than those of the
     passes together (``excess``). Samples
     without tokens have gradients (``padded``), or samples with tokens have none (``empty``).
-    Processes have different gradients (``apart``).
+    Processes have different gradients (``apart``), or parts of what all of them should have whole
+    (``parts``).
     """
 
     calls: Tensor
@@ -89,14 +90,15 @@ class Flags(NamedTuple):
     padded: Tensor
     empty: Tensor
     apart: Tensor
+    parts: Tensor
 
 
 class Share(NamedTuple):
     """What a process has of U updates: columns that all processes sum. They are those of ``Window``
     and ``Flags``, its part of the mean ``pace`` [U, 2], and the sum of the norms of its passes
     (``reach`` [U, 1]), which bounds that of the update. Under tensor parallelism each place there
-    has three columns of ``replicas``: 1, the part of q that data-parallel replicas share, and its
-    square.
+    has four columns of ``replicas``: 1, the part of q that data-parallel replicas share, its
+    square, and the part of p of parameters that each place has whole.
     """
 
     p: Tensor

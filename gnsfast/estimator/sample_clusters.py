@@ -70,7 +70,8 @@ class ClusterMeasure(GroupedSamples):
             seen |= ids
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
-        found = torch.cat([self.of_groups(each, device) for each in update.passes])
+        local = self.setup.settings.local
+        found = torch.cat([self.of_groups(each, device, by_itself=local) for each in update.passes])
         _, k, _, _, clusters, _, w, *_ = found.sum(0)
         return torch.stack([k, w, clusters])
 

@@ -58,8 +58,10 @@ class GroupedSamples(Side):
     def passed(self) -> GroupRows:
         return self._left._replace(rows=self.setup.slab.each())
 
-    def of_groups(self, each: Pass, device: torch.device) -> Tensor:
-        """This process's share of a micro-batch's numbers of each group, [G, WIDTH]."""
+    def of_groups(self, each: Pass, device: torch.device, by_itself: bool) -> Tensor:
+        """This process's share of a micro-batch's numbers of each group, [G, WIDTH]. ``by_itself``
+        says that what other micro-batches divide their losses by does not matter.
+        """
         group_S, G, rows = each.left[self.name]
         S, tokens = len(group_S), each.tokens
         sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
@@ -75,7 +77,10 @@ class GroupedSamples(Side):
         scalars_SG = torch.stack([n.new_zeros(G) + part for part in parts])
         scalars_SG = torch.where(n > 0, scalars_SG, 0.0)  # a group of padding has no sample
         norms_2G = torch.stack([p, sums[S + 2 : S + 2 + G]])
-        return torch.cat([loss_factors.without_scale(norms_2G, each.loss_scale), scalars_SG]).T
+        norms_2G = loss_factors.without_scale(norms_2G, each.loss_scale)
+        if not by_itself:
+            return torch.cat([norms_2G, scalars_SG]).T
+        return torch.cat(loss_factors.per_token(norms_2G.T, scalars_SG.T), 1)
 
 
 class GroupMeasure(GroupedSamples):
@@ -110,7 +115,7 @@ class GroupMeasure(GroupedSamples):
         return self._ask([self._index[g] for g in groups], len(self._groups), block)
 
     def numbers(self, update: Update, device: torch.device) -> Tensor:
-        found = [self.of_groups(each, device) for each in update.passes]
+        found = [self.of_groups(each, device, by_itself=True) for each in update.passes]
         return torch.stack(found).sum(0).flatten()
 
     def fields(self, numbers: Tensor, window: Window, decay: float | None) -> dict[str, Any]:

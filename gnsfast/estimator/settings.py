@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice
 from gnsfast.combinations import DOCUMENTS, GROUPS, MICRO_BATCHES, refuse
+from gnsfast.table import Take
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Settings:
     unit: str = "sample"
     gradients: str = "fused"  # who makes those of measured passes, kernels or "torch"
     clusters: bool = False  # whether each micro-batch says which samples belong together
+    take: Take | None = None  # what cuts samples out of the batch of the first block
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("update", "local"))

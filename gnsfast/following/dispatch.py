@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast import guard
+from gnsfast import guard, reasons
 from gnsfast.following.elementwise import assigned, broadcast
 from gnsfast.following.functions import (
     CASTS,
@@ -58,6 +58,7 @@ from gnsfast.following.uses import bare
 from gnsfast.functional import beside
 from gnsfast.tensors import writes
 from gnsfast.torch_internals import (
+    StopRecomputation,
     break_graph,
     is_compiler_loaded,
     is_never_compiled,
@@ -123,15 +124,11 @@ def takes_functions(cls: Any) -> bool:
 def why_opaque(p: Tensor) -> str:
     """Why the functions that take a parameter cannot be seen; empty if they can."""
     if p.is_complex():
-        return COMPLEX
+        return reasons.COMPLEX.text()
     cls = type(p)
     return (
         f"its class {cls.__name__} takes torch's functions itself" if takes_functions(cls) else ""
     )
-
-
-COMPLEX = "it has complex numbers, and norms are measured of real ones"
-MADE_COMPLEX = "complex numbers are made of it, and norms are measured of real ones"
 
 
 def attach(leaf: Leaf, p: Any) -> None:
@@ -183,6 +180,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         before = first._version if isinstance(first, Tensor) else 0
     try:
         return followed(func, args, kwargs)
+    except StopRecomputation:
+        raise
     except Exception as error:
         with unfollowed():
             is_written = isinstance(first, Tensor) and first._version != before
@@ -201,7 +200,7 @@ def followed(func: Any, args: Any, kwargs: Any) -> Any:
         func = of_torch(func)
     if (opened := OPENED.get(func)) is not None:
         if func is torch.autograd.backward:
-            fail(args[0], OF_NO_SAMPLE)
+            fail(args[0], reasons.OF_NO_SAMPLE.text())
         return opened(*args, **kwargs)
     if not compiling() and is_transformed():
         return _transformed(func, args, kwargs)
@@ -276,7 +275,7 @@ NOT_COMPILED = (
 
 def _transformed(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function inside of a transform, where no sample can be seen."""
-    fail((args, kwargs), "a transform of torch.func, such as vmap, takes it")
+    fail((args, kwargs), reasons.TRANSFORM.text())
     with unfollowed():
         return func(*args, **kwargs)
 
@@ -334,11 +333,6 @@ def _attended(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf)
         return beside(y, call.run_with(values))
 
 
-OF_NO_SAMPLE = (
-    "a loss is made of parameters, and perhaps of means over the batch, and belongs to no sample. "
-    "If it is the weight of a loss, multiply the loss of each sample by it, before the mean"
-)
-
 _GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 
 
@@ -375,6 +369,9 @@ def _is_of_parameters(call: Call, row: Row | None, places: dict[int, Place]) -> 
     for each sample.
     """
     results = () if row is None else row.results
+    if row is not None and not call.data_at:
+        if any(isinstance(place, Layout) for place in row.arguments):  # of a call that takes data
+            return True
     if call.name in CASTS or not call.data_at:
         return not any(isinstance(place, Layout) or place == RAGGED for place in results)
     return all(place == SHARED for place in (*places.values(), *results))
@@ -405,7 +402,7 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
             if not eager:
                 return NotImplemented
             for leaf in leaves:
-                leaf.fail(MADE_COMPLEX)
+                leaf.fail(reasons.MADE_COMPLEX.text())
             continue
         expression = _expression(call, leaves, k, t, is_written, as_now)
         if eager:

@@ -17,7 +17,7 @@ from torch.nn.functional import batch_norm as torch_batch_norm
 from torch.nn.functional import group_norm as torch_group_norm
 from torch.nn.functional import instance_norm as torch_instance_norm
 
-from gnsfast import functional
+from gnsfast import functional, reasons
 from gnsfast.following.functions import PRODUCTS
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Leaf, compiling, expression_of, fail
@@ -175,7 +175,7 @@ def embedding(
 def _is_by_frequency(weight: Tensor, scale_grad_by_freq: bool) -> bool:
     """Whether no sample has a gradient of its own, which is an error then."""
     if scale_grad_by_freq:
-        fail(weight, "scale_grad_by_freq divides its gradient by what the whole batch holds")
+        fail(weight, reasons.BY_FREQUENCY.text())
     return scale_grad_by_freq
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnsfast import reasons
 from gnsfast.errors import first_line
-from gnsfast.following.functions import RECURRENT, Call, chance_of
+from gnsfast.following.functions import ELEMENTWISE, RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.packed import alone, for_these, in_pass
@@ -199,33 +200,22 @@ def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     return place != UNKNOWN
 
 
-SHOW = (
-    "gnsfast.learn(model, batch) shows where its samples are; where the model is called by its "
-    "parts, gnsfast.learn(model, batch, run=step) does, with a function step(batch) that returns "
-    "what the loss is made of for each sample"
-)
-
-
 def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew: bool) -> str:
     """Why the norms of a function would be wrong, whose results are ``flat``."""
-    name, data = call.name, [call.leaves[i] for i in call.data_at]
-    where = f"{[list(t.shape) for t in data]} -> {[list(t.shape) for t in flat]}"
-    if is_written:
-        return f"{name} writes to data"
+    data = [call.leaves[i] for i in call.data_at]
+    facts = {"function": call.name, "shapes": ", ".join(str([*t.shape]) for t in data)}
+    if is_written and any(t.ndim for t in data):
+        return reasons.WRITES.text(**facts)
     if drew:
-        return f"{name} draws random numbers, other ones for a sample alone"
+        return reasons.DRAWS.text(**facts)
+    results = f"{facts['shapes']} -> {[list(t.shape) for t in flat]}"
     if any(rows.is_list for rows in leaf.maps):
-        return f"{name} has no norms for packed documents here, {where}"
+        return f"{call.name} has no norms for packed documents here, {results}"
     if leaf.is_ragged:
-        return f"{name} takes rows of no map, {where}. {for_these(leaf)}"
+        return f"{call.name} takes rows of no map, {results}. {for_these(leaf)}"
     if not leaf.is_learned:
-        return (
-            f"no batch has shown the model: it was not called in this block, {name} {where}. {SHOW}"
-        )
+        return reasons.NO_BATCH.text(**facts)
     if any(t.ndim for t in data):
-        return f"{name} {where} is not as in the table of the model. {SHOW}"
-    return (
-        f"{name} joins it with a number of the whole batch, as a penalty on the weights does, "
-        "which belongs to no sample. Call penalty.backward() after the block: its gradient "
-        "is added to those of the samples"
-    )
+        is_new = call.name in ELEMENTWISE and call.name not in leaf.by_name
+        return (reasons.ADDED_TO_SAMPLES if is_new else reasons.OTHER_CALL).text(**facts)
+    return reasons.PENALTY_ON_WEIGHTS.text(**facts)

@@ -145,11 +145,11 @@ class Structure:
     def bare(self) -> Iterator[None]:
         """Do not follow the parameters of an open block meanwhile."""
         open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
-        self.is_bare = True
+        was_bare, self.is_bare = self.is_bare, True
         try:
             yield
         finally:
-            self.is_bare = False
+            self.is_bare = was_bare
             for leaf in open_leaves:
                 attach(leaf, leaf.current)
 

@@ -429,5 +429,8 @@ def again() -> bool:
 
 
 def bare(t: Any) -> Any:
-    """``t`` for a kernel. Dynamo looks at the class of what is handed to functions of torch."""
-    return t.view_as(t) if compiling() and expression_of(t) is not None else t
+    """``t`` for a kernel. Dynamo looks at the class of what is handed to functions of torch, and
+    has numbers in its graphs, which it cannot ask for attributes.
+    """
+    is_tensor = compiling() and isinstance(t, Tensor)
+    return t.view_as(t) if is_tensor and expression_of(t) is not None else t

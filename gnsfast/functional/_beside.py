@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnsfast.functional._autocast import graphs_of_gradients
 from gnsfast.torch_internals import unsafe_view
 
 
@@ -23,6 +24,8 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if not torch.compiler.is_compiling():
+            graphs_of_gradients[0] += torch.is_grad_enabled()
         return dy, dy
 
 

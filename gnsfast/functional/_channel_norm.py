@@ -3,7 +3,7 @@
 norm with running statistics.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.tensors import accumulate_dtype
 from gnsfast.torch_internals import unsafe_view
+
+CACHED = 1 << 16
+"""The most numbers that are normalised at a time on a CPU."""
 
 AS_BIAS = False, True
 """A gradient of each sample is that of the bias of a linear layer."""
@@ -45,13 +48,11 @@ class _ChannelNorm(torch.autograd.Function):
         x, *saved = tensors
         plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
         acc = accumulate_dtype(x.dtype)
-        wide = dy.to(acc)
         grads_of: list[Tensor] = []
         if need_w:
-            whole = x.to(acc, memory_format=torch.contiguous_format)
-            grads_of.append(_of_rows(wide * ctx.normalised(whole)))
+            grads_of.append(torch.cat([_gains(*some, ctx.normalised) for some in _parts(x, dy)]))
         if need_b:
-            grads_of.append(_of_rows(wide))
+            grads_of.append(_of_rows(dy))
         grads, rows = [], []
         for k, g_NC in enumerate(grads_of):
             plan_k = plan.of(k)
@@ -69,9 +70,26 @@ class _ChannelNorm(torch.autograd.Function):
         return dy, None, dw, db, torch.cat(rows), None, None
 
 
+def _parts(x: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Some rows of both at a time: on a CPU, new memory for all takes longer than the sums. One
+    graph of ``torch.compile`` takes any number of rows.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return ((x, dy),)
+    rows = max(1, CACHED // max(1, x.shape[1:].numel()))
+    return zip(x.split(rows), dy.split(rows))
+
+
+def _gains(x: Tensor, dy: Tensor, normalised: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient [N, C] of the gain in each row."""
+    acc = accumulate_dtype(x.dtype)
+    return _of_rows(dy.to(acc) * normalised(x.to(acc, memory_format=torch.contiguous_format)))
+
+
 def _of_rows(t: Tensor) -> Tensor:
     """The sum [N, C] over the positions. (``t.sum(())`` would be the sum over the whole tensor.)"""
-    return t.sum(tuple(range(2, t.ndim))) if t.ndim > 2 else t
+    acc = accumulate_dtype(t.dtype)
+    return t.sum(tuple(range(2, t.ndim)), dtype=acc) if t.ndim > 2 else t.to(acc)
 
 
 def channel_norm(

@@ -3,12 +3,12 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import LBFGS
 
 from gnsfast.critical_batch import RunIdentity
@@ -19,7 +19,8 @@ from gnsfast.integrations.needed import needed
 from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.noise_scale import Factor
-from gnsfast.table import NO_RESULT, Table, learn
+from gnsfast.reasons import NO_RESULT
+from gnsfast.table import PROVEN, Table, learn
 from gnsfast.torch_internals import pytree
 
 with needed(__name__, "Lightning", "lightning"):
@@ -244,20 +245,25 @@ class GNSMonitor(Measuring, Callback):
         takes_number = len(parameters) > 1 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
         number = (batch_idx,) if takes_number else ()
 
-        def run(batch: Any) -> Any:
-            with trainer.precision_plugin.train_step_context(), _outermost() as outputs:
-                return pl_module.training_step(batch, *number), outputs
+        def loss(module: Any, batch: Any) -> Any:
+            with trainer.precision_plugin.train_step_context():
+                return module.training_step(batch, *number)
 
+        tokens = None if self.tokens is None else self.tokens(batch)
+        of_each = tokens if isinstance(tokens, Tensor) and tokens.ndim else None
         with replaced(pl_module, log=_drop, log_dict=_drop):
-            table = learn(pl_module, batch, run=run, num_samples=n)
-        if not table.proofs and all(NO_RESULT in why for why in table.left_out.values()):
+            table = learn(pl_module, batch, loss=loss, tokens=of_each, num_samples=n)
+        if of_each is None and tokens is not None:  # a total says nothing of each sample
+            table = replace(table, loss="")
+        if not table.proofs and all(NO_RESULT.sentence in why for why in table.left_out.values()):
             raise SampleShapeError(
                 f"{type(pl_module).__name__}: neither training_step nor a module that it calls "
                 f"returns something of each of {n} samples. gnsfast.learn(module, batch, run=...), "
                 "with a function that does, makes a table for GNSMonitor(table=...)."
             )
         table.tell(followed)
-        LOG.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())
+        is_whole = not table.left_out and table.loss in ("", PROVEN)
+        LOG.log(logging.INFO if is_whole else logging.WARNING, "%s", table.summary())
 
     def _ids_of(self, batch: Any) -> Any:
         """The names of a batch's samples."""
@@ -291,31 +297,6 @@ class GNSMonitor(Measuring, Callback):
 
 def _drop(*args: Any, **kwargs: Any) -> None:
     """Log nothing."""
-
-
-@contextmanager
-def _outermost() -> Iterator[list[Any]]:
-    """A list of what the modules return that are called meanwhile, but by no other module."""
-    outputs: list[Any] = []
-    depth = 0
-
-    def enter(module: Any, args: Any) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(module: Any, args: Any, output: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if not depth:
-            outputs.append(output)
-
-    first = register_module_forward_pre_hook(enter)
-    last = register_module_forward_hook(leave, always_call=True)
-    try:
-        yield outputs
-    finally:
-        first.remove()
-        last.remove()
 
 
 def is_measured(strategy: Any) -> bool:

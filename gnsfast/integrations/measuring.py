@@ -138,9 +138,12 @@ class Measuring:
             )
         return self.gns.compute()
 
-    def _start(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any) -> Any:
+    def _start(
+        self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, take: int | None = None
+    ) -> Any:
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, optimizer)}
-        self.gns = GradientNoiseScale(model, grad_scaler=scaler, **self._options, **measured)
+        measured |= {"grad_scaler": scaler, "take": take}
+        self.gns = GradientNoiseScale(model, **self._options, **measured)
         self._update = None
         self._unseen, self._listed = True, 0
         return self.gns

@@ -211,8 +211,65 @@ def document_starts(inputs: Mapping[str, Any]) -> Tensor | None:
     return starts if len(starts) > 1 else None
 
 
-def batch_size(inputs: Mapping[str, Any]) -> int:
-    """The rows of a batch."""
+OF_TRL = {"DPOTrainer": 2, "RewardTrainer": 2, "KTOTrainer": 1}
+"""TRL's trainers whose loss is a mean over samples, and the rows of a sample: pairs have two."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows ``a_sample`` has, and what the ``loss`` is a mean over. ``most`` rows are in a
+    batch, if that is known.
+    """
+
+    a_sample: int
+    loss: str = "auto"
+    most: int | None = None
+
+    @classmethod
+    def of(cls, trainer: Any, rows_per_sample: int | None) -> "Rows":
+        """Those of a Trainer, unless the user says how many rows a sample has."""
+        names = [t.__name__ for t in type(trainer).__mro__ if t.__module__.startswith("trl.")]
+        rows = next((OF_TRL[name] for name in names if name in OF_TRL), None)
+        loss = "auto" if rows is None else "samples"
+        if rows_per_sample is not None:
+            return cls(rows_per_sample, loss)
+        rows = rows or 1
+        return cls(rows, loss, rows * trainer._train_batch_size)
+
+    def samples(self, inputs: Mapping[str, Any], starts: Tensor | None) -> int:
+        """The samples of a batch. With ``starts``, the ``cu_seqlens`` of packed rows, they are
+        documents.
+
+        Raises:
+            ObservationError: for a batch of more rows than Trainer's batch size allows, or of parts
+                of samples.
+            NotImplementedError: for samples of several documents.
+        """
+        if starts is not None and self.a_sample == 1:
+            return len(starts) - 1
+        if starts is not None:
+            raise NotImplementedError(
+                f"GNSCallback: a sample of {self.a_sample} rows cannot be packed. Train without "
+                "packing and padding_free"
+            )
+        rows = _rows(inputs)
+        if self.most is not None and rows > self.most:
+            raise ObservationError(
+                f"GNSCallback: the batch has {rows} rows, but Trainer's batch size is "
+                f"{self.most // self.a_sample}. If several rows are one sample, as in pairs, say "
+                f"how many: GNSCallback(rows_per_sample={max(2, rows * self.a_sample // self.most)}"
+                "). Rows b, b + n, ... are then sample b of n. If each row is a sample of its own: "
+                "rows_per_sample=1"
+            )
+        if rows % self.a_sample:
+            raise ObservationError(
+                f"GNSCallback: {rows} rows are no samples of {self.a_sample} rows each. Make the "
+                "collator put all rows of a sample in one batch"
+            )
+        return rows // self.a_sample
+
+
+def _rows(inputs: Mapping[str, Any]) -> int:
     tensors = [inputs.get("labels"), *inputs.values()]
     first = next((t for t in tensors if isinstance(t, Tensor) and t.ndim), None)
     if first is None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gnsfast.estimator import LargestSample
 from gnsfast.integrations.needed import needed
-from gnsfast.noise_scale import METRICS, OTHERS, Estimate, NoiseScale
+from gnsfast.noise_scale import METRICS, OTHERS, UNEQUAL, Estimate, NoiseScale
 
 FORMAT = 1
 """The format of run logs, which their header names and ``gnsfast report`` checks."""
@@ -70,6 +70,8 @@ def metrics(
       ``batch/size`` is the mean number of samples in an update. One update in ``gns/every`` is
       measured, and ``gns/cost`` is the share of the time that this takes, with a ``budget``.
       ``gns/errors`` counts the updates that errors have dropped, with ``on_error="skip"``.
+    - ``gns/unequal`` is there where micro-batches weigh tokens unequally: see
+      ``NoiseScale.unequal``.
 
     What is not measured is left out.
 
@@ -99,6 +101,7 @@ def metrics(
         "gns/every": result.every if result.cost == result.cost else None,
         "gns/cost": result.cost,
         "gns/errors": result.errors or None,
+        "gns/unequal": result.unequal if result.unequal > UNEQUAL else None,
         "batch/size": result.samples / result.updates if result.updates else None,
         "tokens": tokens,
         "batch/tokens": batch_tokens,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnsfast.arguments import integer
 from gnsfast.critical_batch import RunIdentity
 from gnsfast.errors import ObservationError
 from gnsfast.integrations.measuring import Measuring
@@ -21,9 +22,9 @@ from gnsfast.integrations.needed import needed
 from gnsfast.integrations.replacing import replaced
 from gnsfast.integrations.token_losses import (
     LOSSES,
+    Rows,
     Rule,
     RuleSearch,
-    batch_size,
     document_starts,
 )
 from gnsfast.integrations.trackers import Tracker
@@ -72,9 +73,14 @@ class GNSCallback(Measuring, TrainerCallback):
             are sums divided by ``num_items_in_batch``, where Trainer counts that. ``"samples"``:
             the samples of a micro-batch. ``"auto"`` compares the loss of the first micro-batch with
             the cross entropy of the logits, label smoothing included, and takes ``"causal"`` or
-            ``"tokens"``, whichever agrees. It repeats this until samples have unequal numbers of
+            ``"tokens"``, whichever agrees. For TRL's trainers of preferences it is ``"samples"``.
+            It repeats this until samples have unequal numbers of
             labels, for eight micro-batches at most, and again after every log. The other values
             are not checked.
+        rows_per_sample: how many rows of the batch are one sample, such as 2 for pairs. Rows b,
+            b + n, ... are sample b of n. None knows the pairs of TRL's ``DPOTrainer`` and
+            ``RewardTrainer``, and takes a row for a sample otherwise. A batch with more rows than
+            Trainer's batch size allows is then refused. A number is believed.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process. The caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
@@ -124,6 +130,7 @@ class GNSCallback(Measuring, TrainerCallback):
         self,
         *,
         loss: str = "auto",
+        rows_per_sample: int | None = None,
         per_module: bool = False,
         tracker: Tracker | None = None,
         source: str = "update",
@@ -141,16 +148,19 @@ class GNSCallback(Measuring, TrainerCallback):
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
+        if rows_per_sample is not None:
+            integer("rows_per_sample", rows_per_sample)
         names = {"loss_reduction": "sum", "source": source, "table": table}
         numbers = {"window": window, "decay": decay, "every": every, "keep_largest": keep_largest}
         names |= {"gradients": gradients, "on_error": on_error}
         numbers["budget"] = budget
         super().__init__(per_module, tracker, metric, factor, ids, names | numbers)
-        self.loss = loss
+        self.loss, self.rows_per_sample = loss, rows_per_sample
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._saver: Any = None
+        self._rows = Rows(1)
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
@@ -178,10 +188,13 @@ class GNSCallback(Measuring, TrainerCallback):
         others, first = trainer.callback_handler.callbacks, trainer.is_world_process_zero()
         self._flags.check_run(identity(trainer), others, log=first)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
-        self._start(trainer.model, own, trainer.accelerator.scaler)
+        self._rows = Rows.of(trainer, self.rows_per_sample)
+        loss = self._rows.loss if self.loss == "auto" else self.loss
+        take = self._rows.a_sample if self._rows.a_sample > 1 else None
+        self._start(trainer.model, own, trainer.accelerator.scaler, take=take)
         self._saver = SavedMeasurements(self._state, self._dropping_errors, trainer)
-        self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
-        self._search = RuleSearch() if self.loss == "auto" else None
+        self._rule = None if loss == "auto" else Rule(loss, items=True)
+        self._search = RuleSearch() if loss == "auto" else None
         self._trainer = trainer
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
@@ -242,7 +255,7 @@ class GNSCallback(Measuring, TrainerCallback):
         self._look(inputs)
         ids = None if self.ids is None else names_of(self._trainer, inputs, self.ids)
         starts, device = document_starts(inputs), self._trainer.args.device
-        n = batch_size(inputs) if starts is None else len(starts) - 1
+        n = self._rows.samples(inputs, starts)
         if ids is not None and starts is not None and len(ids) != n:
             raise ValueError(
                 f"GNSCallback(ids={self.ids!r}): the batch has {n} packed documents, but the "
@@ -306,7 +319,8 @@ class GNSCallback(Measuring, TrainerCallback):
         assert self._rule is not None
         each: Tensor | float = 1.0 / this.num_samples
         if self._rule.loss != "samples":
-            this.counts_B.copy_(self._rule.counts(inputs, this.starts))
+            counts = self._rule.counts(inputs, this.starts)
+            this.counts_B.copy_(counts.unflatten(0, (-1, this.num_samples)).sum(0))
             items = num_items_in_batch if self._rule.items else None
             total = this.counts_B.sum() if items is None else items
             each = 1.0 / torch.as_tensor(total, dtype=torch.float64, device=this.scale.device)
@@ -376,6 +390,12 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         sizes["tp"] = max(sizes["tp"], trainer.get_tp_size())
     if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
         reason = "a second GNSCallback in one Trainer: remove one of them"
+    elif hasattr(trainer, "num_generations"):
+        reason = (
+            f"{type(trainer).__name__}, whose answers to a prompt share their advantages, and "
+            "which makes its batches inside of training_step: use gnsfast.GradientNoiseScale with "
+            "clusters=, as docs/recipes/grpo.md does"
+        )
     elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif max(sizes["cp"], sizes["sp"]) > 1:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from gnsfast import reference
 from gnsfast.noise_scale import statistics
-from gnsfast.noise_scale.loss_factors import Coefficients
 from gnsfast.noise_scale.result import ModuleNoiseScale
-from gnsfast.noise_scale.summaries import estimates, from_moments
+from gnsfast.noise_scale.summaries import from_moments
 
 
 def brute_force_noise_scale(
@@ -76,10 +75,10 @@ def brute_force_noise_scale(
     sum_N = sums_KN.sum(0)
     q = sum_N.square().sum()[None]
     q = torch.cat([q, q - 2 * sums_KN @ sum_N + sums_KN.square().sum(1)])
-    of = Coefficients(v=n.square(), u2=n, weight=n, samples=n)
+    grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, n.square(), n)
+    trace = statistics.trace_estimate(p, grad_sqnorm, n, n)
     trace, grad_sqnorm = (
-        blocks * each[:1] - (blocks - 1) * each[1:]
-        for each in estimates(p[:, None], q[:, None], of)
+        blocks * each[:1, None] - (blocks - 1) * each[1:, None] for each in (trace, grad_sqnorm)
     )
     [found] = statistics.moments(trace, grad_sqnorm, torch.ones(blocks, dtype=torch.float64))
     return from_moments(found)

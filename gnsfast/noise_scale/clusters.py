@@ -65,17 +65,21 @@ def summarize_clusters(
     some = grad_sqnorm.isfinite()
     if not some.any():
         return NO_CLUSTERS
-    of_clusters = statistics.trace_estimate(k, grad_sqnorm, w, of.weight)
-    of_samples = statistics.trace_estimate(p, grad_sqnorm, of.u2, of.weight)
-    size = (weights * w / of.u2)[some].sum() / weights[some].sum()
+    weights = weights[some]
+    p, k, w, v, u2, weight, pairs = (
+        t[some, None] for t in (p, k, w, of.v, of.u2, of.weight, of.pairs)
+    )
+    grad_sqnorm = statistics.over_pairs(grad_sqnorm[some, None], pairs[:, 0], weights)
+    of_clusters = statistics.of_window(k, grad_sqnorm, w, weight, weights)
+    of_samples = statistics.of_window(p, grad_sqnorm, u2, weight, weights)
+    size = weights @ (w / u2)[:, 0] / weights.sum()
 
     def ratio(above: Tensor, below: Tensor, rounding: Tensor) -> ModuleNoiseScale:
-        columns = (t[some, None] for t in (above, below, statistics.RESOLUTION * rounding))
-        trace, square, most = columns
-        return from_moments(*statistics.moments(trace, square, weights[some], most))
+        rounding = statistics.RESOLUTION * rounding
+        return from_moments(*statistics.moments(above, below, weights, rounding))
 
-    rounding = torch.maximum(p, k) / (of.v - w)
-    effect = ratio(of_clusters, of_samples, p / of.weight).interval
+    rounding = torch.maximum(p, k) / (v - w)
+    effect = ratio(of_clusters, of_samples, p / weight).interval
     return ClusterNoiseScale(
         **vars(ratio(of_clusters, grad_sqnorm, rounding)),
         independent=ratio(of_samples, grad_sqnorm, rounding),

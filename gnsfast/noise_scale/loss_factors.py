@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from gnsfast.arguments import check_positive, integer
+from gnsfast.arguments import check_positive
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale.statistics import length_variance
 from gnsfast.torch_internals import scaler_states
@@ -42,7 +42,7 @@ SCALARS = 8
 
 def microbatch_scalars(
     num_samples: int,
-    tokens: int | Tensor | None,
+    tokens: float | Tensor | None,
     scale: float | Tensor,
     loss_reduction: str,
     local: bool,
@@ -113,25 +113,50 @@ def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """V, U₂ and the weight of tr Σ (see ``statistics``) of K updates, float64 [K]."""
+    """V, U₂ and the weights of tr Σ and |G|² (see ``statistics``) of K updates, float64 [K].
+
+    ``unequal`` is the root mean square, over samples, of a token's weight a over its mean over
+    tokens: 1 where all passes weigh tokens alike. NaN for passes that are measured by themselves.
+    """
 
     v: Tensor
     u2: Tensor
     weight: Tensor
+    pairs: Tensor
     samples: Tensor
+    unequal: Tensor
 
 
 def coefficients(scalars: Tensor, local: bool) -> Coefficients:
     """The coefficients of K updates from their summed scalars [K, SCALARS]."""
-    samples, tokens, microbatches, ratio, u, square, known, unknown = scalars.unbind(1)
+    samples, tokens, passes, ratio, u, square, known, unknown = scalars.unbind(1)
     mean_length = tokens.sum() / samples.sum()
-    variance = length_variance(samples.sum(), tokens.sum(), microbatches.sum(), ratio.sum())
+    variance = length_variance(samples.sum(), tokens.sum(), passes.sum(), ratio.sum())
+    v = u if local else u.square()
+    u2 = known + unknown * variance
+    mean_square = square / samples  # of a, over samples
+    square_mean = mean_square if local else v / tokens.square()  # of a, over tokens
+    if bool((mean_square <= (1 + 1e-6) * square_mean).all()):
+        weight = square_mean * samples * mean_length.square()
+    else:  # each pass takes a mean of its own, which has nothing of the tokens of the others
+        weight = v / samples
     return Coefficients(
-        v=u if local else u.square(),
-        u2=known + unknown * variance,
-        weight=square * mean_length.square(),
+        v=v,
+        u2=u2,
+        weight=weight,
+        pairs=(v - u2) / (weight * (samples - (passes if local else 1.0))),
         samples=samples,
+        unequal=v * torch.nan if local else (mean_square / square_mean).sqrt(),
     )
+
+
+def per_token(norms: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms [..., 2] and scalars [..., SCALARS] of passes that are measured by themselves, as if
+    each token weighed 1: what a pass divides its loss by then matters no more.
+    """
+    samples, square = scalars[..., :1], scalars[..., 5:6]
+    a2 = torch.where(samples > 0, square / samples, 1.0)
+    return norms / a2, torch.cat([scalars[..., :4], scalars[..., 4:] / a2], -1)
 
 
 def loss_scale(scaler: GradScaler | None) -> Tensor | None:
@@ -164,17 +189,18 @@ def unscaled(scaler: GradScaler | None) -> bool:
 
 
 def check_factors(
-    num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
+    num_samples: int, tokens: float | Tensor | None, scale: float | Tensor | None
 ) -> None:
     """Raise ValueError for invalid ``tokens`` or ``scale``."""
     if isinstance(tokens, Tensor):
         if tokens.shape not in ((), (num_samples,)):
             raise ValueError(
-                f"tokens must be the micro-batch's total or one count per sample [{num_samples}], "
+                "tokens must be the micro-batch's total or one number for each sample "
+                f"[{num_samples}], such as its count of tokens or the weight of its class, "
                 f"not a tensor of shape {list(tokens.shape)}"
             )
     elif tokens is not None:
-        integer(f"tokens, where it is not a tensor [{num_samples}],", tokens)
+        check_positive(**{f"tokens, where it is not a tensor [{num_samples}],": tokens})
     if isinstance(scale, Tensor):
         if scale.ndim:
             raise ValueError(f"scale must be one number, not a tensor of shape {list(scale.shape)}")

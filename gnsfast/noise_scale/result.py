@@ -304,6 +304,13 @@ class NoiseScale(ModuleNoiseScale):
         every: one update in so many is measured by now.
         cost: the share of the time that measuring takes, with a ``budget``.
         errors: how many updates an error of gnsfast has dropped, with ``on_error="skip"``.
+        unequal: how unequally micro-batches and processes weigh tokens, or samples without
+            ``tokens``: the root mean square of a token's weight over its mean, so 1 where all weigh
+            alike. It is above 1 where each micro-batch takes a mean over tokens of its own: all
+            numbers are then those of that gradient, which is not the mean over all tokens of an
+            update. NaN for ``source="local"``, where passes are measured by themselves.
+        loss: why the table's proof of the loss failed (``gnsfast.learn(loss=...)``); empty where it
+            did not, or was not asked for.
     """
 
     drift: bool
@@ -326,6 +333,8 @@ class NoiseScale(ModuleNoiseScale):
     every: int = 1
     cost: float = math.nan
     errors: int = 0
+    unequal: float = math.nan
+    loss: str = ""
 
     @property
     def excess(self) -> tuple[float, float]:
@@ -337,6 +346,21 @@ class NoiseScale(ModuleNoiseScale):
             return 1.0, 1.0
         n, K = self.samples / self.updates, self.passes / self.updates
         return math.sqrt((n - 1) / (K - 1)), math.sqrt((n - 1) / (n - n / K))
+
+    @property
+    def warning(self) -> str:
+        """What is odd about the loss, in words: it is in logs too. Empty where nothing is."""
+        lines = []
+        if self.unequal > UNEQUAL:
+            lines.append(
+                "Micro-batches weigh tokens unequally: the root mean square of a token's weight is "
+                f"{self.unequal:.3g} times its mean. This is the noise scale of that gradient, not "
+                "of the mean over all tokens of an update. To train that mean, divide the sum of "
+                "each micro-batch's losses by the tokens of the whole update."
+            )
+        if self.loss:
+            lines.append(f"Proven for the model, not for the loss: {self.loss}.")
+        return "\n".join(lines)
 
     @property
     def others(self) -> dict[str, Estimate]:
@@ -380,6 +404,7 @@ class NoiseScale(ModuleNoiseScale):
             )
         if self.errors:
             often += f"\n{counted(self.errors, 'update')} dropped by an error, which the log tells"
+        often += self.warning and f"\n{self.warning}"
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
@@ -399,6 +424,10 @@ class NoiseScale(ModuleNoiseScale):
             f"{groups}{clusters}"
         )
 
+
+UNEQUAL = 1.01
+"""From this on it is said that micro-batches weigh tokens unequally: their numbers of tokens vary
+by 8 %."""
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
 

@@ -43,14 +43,41 @@ def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
 
 
 def trace_estimate(p: Tensor, grad_sqnorm: Tensor, u2: Tensor, weight: Tensor) -> Tensor:
-    """Unbiased tr Σ = (p - U₂ |G|²) / weight.
+    """Unbiased tr Σ = (p - U₂ |G|²) / weight, of one update.
 
-    ``weight`` is Σ u_b² where all samples have one length. In a mean over tokens of samples with
-    unequal lengths L_b, u_b = a L_b and ``weight`` is Σ a² L̄². Then tr Σ is E[L² v] / L̄², where
-    E[g | L] does not depend on L: n times the trace of the noise in the token-mean gradient of a
-    batch of n samples.
+    tr Σ is n times the trace of the noise in the gradient that n samples give, so ``weight`` is V /
+    n. In a mean over the tokens of samples with unequal lengths L_b, u_b = a L_b and ``weight`` is
+    a² n L̄², with the mean length of the window instead of the update's. Then tr Σ is E[L² v] / L̄²
+    where E[g | L] does not depend on L. Where it does, the noise scale lacks
+    2 (E[L²] |G|² - E[L² g] · G) / (L̄² |G|²), which is a number of samples near one.
     """
     return (p - u2 * grad_sqnorm) / weight
+
+
+def of_window(
+    p: Tensor, grad_sqnorm: Tensor, u2: Tensor, weight: Tensor, weights: Tensor
+) -> Tensor:
+    """tr Σ of K updates [K, M], as ``trace_estimate``, but with the |G|² of the window, whose mean
+    with ``weights`` [K] is known best. Deviations are those of the mean, to first order.
+    """
+    each = u2 / weight
+    w = weights / weights.sum()
+    mean = w @ grad_sqnorm
+    return p / weight - each * mean - (w @ each) * (grad_sqnorm - mean)
+
+
+def over_pairs(grad_sqnorm: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
+    """|G|² of K updates [K, M], whose mean with ``weights`` [K] is the ratio of sums over updates.
+
+    Where E g_b depends on L_b, the sum over pairs of samples of L_b L_c g_b · g_c has the mean
+    n (n - 1) L̄² |G|² for the true gradient of a mean over all tokens. Divided by Σ_{b≠c} L_b L_c of
+    the same few samples, as in one update, it has another mean. So the sums are added up over the
+    window before they are divided. ``pairs`` [K] is Σ_{b≠c} L_b L_c / (n (n - 1) L̄²), which is 1
+    for equal lengths. The deviation of an update from the mean is that of such a ratio.
+    """
+    shares = (pairs * (weights.sum() / (weights @ pairs)))[:, None]
+    mean = weights @ (shares * grad_sqnorm) / weights.sum()
+    return mean + shares * (grad_sqnorm - mean)
 
 
 def length_variance(samples: Tensor, tokens: Tensor, microbatches: Tensor, ratio: Tensor) -> Tensor:

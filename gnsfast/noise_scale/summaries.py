@@ -39,7 +39,7 @@ def summarize(
     usable, of, weights = usable_updates(torch.cat([p, q], 1), scalars, local, decay)
     p, q = p[usable], q[usable]
     whole = p.sum(1, keepdim=True), q.sum(1, keepdim=True)
-    trace, grad_sqnorm = estimates(*whole, of)
+    trace, grad_sqnorm = estimates(*whole, of, weights)
     per_module: dict[str, ModuleNoiseScale] = {}
     total, now = NOT_MEASURED, NO_ESTIMATE
     if len(p):
@@ -58,6 +58,7 @@ def summarize(
         updates=len(p),
         skipped=int((~usable).sum()),
         samples=int(of.samples.sum()),
+        unequal=float(weights @ of.unequal / weights.sum()),
         per_module=per_module,
         present=now,
     )
@@ -109,11 +110,14 @@ def usable_updates(
     return usable, of, statistics.decay_weights(len(norms), decay)[usable] * of.samples
 
 
-def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
-    """tr Σ and |G|² of each update, from p and q; all are [U, M]."""
+def estimates(p: Tensor, q: Tensor, of: Coefficients, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """tr Σ and |G|² of each update, from p and q; all are [U, M]. Their means with ``weights`` [U]
+    are those of the window.
+    """
     v, u2, weight = (each[:, None] for each in (of.v, of.u2, of.weight))
     grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, v, u2)
-    return statistics.trace_estimate(p, grad_sqnorm, u2, weight), grad_sqnorm
+    grad_sqnorm = statistics.over_pairs(grad_sqnorm, of.pairs, weights)
+    return statistics.of_window(p, grad_sqnorm, u2, weight, weights), grad_sqnorm
 
 
 def _noise_scales(
@@ -121,7 +125,7 @@ def _noise_scales(
 ) -> list[ModuleNoiseScale]:
     """The noise scales of M modules over the window, from p and q [U, M]."""
     rounding = statistics.RESOLUTION * p / (of.v - of.u2)[:, None]
-    found = statistics.moments(*estimates(p, q, of), weights, rounding)
+    found = statistics.moments(*estimates(p, q, of, weights), weights, rounding)
     return [from_moments(m) for m in found]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gnsfast import reference
 from gnsfast.ops import cpu_product
-from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
+from gnsfast.signatures import ConvWgrad, EmbeddingWgrad, LinearWgrad, NormBackward
 
 DTYPES = (torch.float32, torch.bfloat16)
 LINEAR_DTYPES = (*DTYPES, torch.float16)
@@ -114,6 +114,34 @@ def linear_norms(a: LinearWgrad) -> Tensor:
         rows[0, :B] = sqnorm_B
     rows[:, -1] = 1.0
     return rows
+
+
+def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ConvWgrad``. The kernel of linear layers multiplies patches."""
+    return reference.conv_wgrad(a, linear_wgrad, channels_last)
+
+
+def channels_last(to: Tensor, t: Tensor) -> None:
+    """Copy ``t`` [n, C, *size] to [n, *size, C]. Torch takes five to ten times as long."""
+    if t.ndim == 5:
+        for to_d, t_d in zip(to.unbind(1), t.unbind(2)):
+            channels_last(to_d, t_d)
+        return
+    if t.ndim == 3:
+        to, t = to[:, None], t[:, :, None]
+    strides, to_strides = t.stride(), to.stride()
+    if strides[3] != 1 or to_strides[3] != 1 or t.dtype not in LINEAR_DTYPES or _lazy(t):
+        to.copy_(t.movedim(1, -1))
+        return
+    _module().transpose(
+        t.data_ptr(),
+        strides[:3],
+        to.data_ptr(),
+        to_strides[:3],
+        t.itemsize,
+        t.shape,
+        torch.get_num_threads(),
+    )
 
 
 BLOCK = 1 << 18

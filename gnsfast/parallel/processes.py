@@ -88,9 +88,10 @@ def find_processes(model: nn.Module, group: "dist.ProcessGroup | None") -> Proce
         if is_dtensor(p):
             mesh: Any = p.device_mesh
             _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
-            degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
-            if id(p) not in sharded_over:
-                coordinate = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0])
+            degree = mesh.size() // sharded_over.get(id(p), 1)
+            degrees.setdefault(degree, name)
+            if degree > 1:  # FSDP2 puts its own dimensions before the others
+                coordinate = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0]) % degree
     several = sorted(degrees.keys() - {1})
     if len(several) > 1:
         raise NotImplementedError(

@@ -129,6 +129,15 @@ MESSAGES = {
         "dist.all_reduce(p.grad.div_(dist.get_world_size()))). Processes that train models of "
         "their own each need a process_group of their own.)"
     ),
+    "parts": (
+        "Tensor-parallel processes measured different gradients of parameters that are no DTensor, "
+        "such as {whole}. Each process has the gradient of its own heads, tokens or rows, and "
+        "squared norms of parts do not add up, not even if the gradients are summed later. Let "
+        "torch know the parts. For a norm of which the input is split: "
+        "SequenceParallel(sequence_dim=...) with the dimension that is split. For a parameter of "
+        "which each process holds a part: nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])). Or "
+        "leave it out before training: gnsfast.configure(model, exclude=[...])."
+    ),
     "zeroed": (
         "All gradients are zero at the end of gns.update(). Call optimizer.zero_grad() after the "
         "block."
@@ -149,11 +158,13 @@ EXCESS = (
 """What to say where no parameter is known to be the cause."""
 
 
-def refuse_flags(parameters: Iterable[str], flags: Any) -> None:
-    """Raise if the ``Flags`` [1, ...] of all updates show a wrong norm, by their cause."""
+def refuse_flags(parameters: Iterable[str], whole: list[str], flags: Any) -> None:
+    """Raise if the ``Flags`` [1, ...] of all updates show a wrong norm, by their cause. Each
+    tensor-parallel process should have the ``whole`` ones.
+    """
     for name, message in MESSAGES.items():
         if getattr(flags, name).any():
-            raise ObservationError(message)
+            raise ObservationError(message.format(whole=", ".join(whole[:3])))
     of_units = zip(parameters, flags.surplus[0].tolist(), flags.unseen[0].tolist())
     for name, surplus, unseen in of_units:
         if surplus != 0:  # NaN too
@@ -168,17 +179,20 @@ GONE = (
 )
 
 
-def explain_penalty(error: BaseException | None) -> None:
-    """Raise in place of torch's ``error`` about a gradient of a gradient, and say what helps."""
-    if "once_differentiable" in str(error):
+def explain_penalty(error: BaseException | None, took_graphs: bool) -> None:
+    """Raise in place of torch's ``error`` about a gradient of a gradient, and say what helps.
+    ``took_graphs``: a gradient in the block was to have a graph of its own.
+    """
+    if "once_differentiable" in str(error) or (took_graphs and "used in the graph" in str(error)):
         raise ObservationError(PENALTY) from error
 
 
 PENALTY = (
-    "A gradient of a gradient is taken in the block, as a penalty on gradients does "
+    "A gradient of a gradient is taken in the block, as a penalty on gradients and the "
+    "residual of a differential equation do "
     "(create_graph=True), and what is measured has none. Run the pass with the penalty outside of "
     "the block, or use GradientNoiseScale(model, unit='micro_batch'), which needs no per-sample "
-    "norms."
+    "norms. With gradients='torch' and on_error='skip' training goes on, and the update is dropped."
 )
 
 RUN_BACKWARD = (

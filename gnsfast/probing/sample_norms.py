@@ -157,7 +157,7 @@ class per_sample_sqnorms:
         slab = self._slab
         self._arrived.stop()
         try:
-            checks.explain_penalty(error)
+            checks.explain_penalty(error, slab.took_graphs)
             if kind is None:
                 self._check()
                 B = self._num_samples

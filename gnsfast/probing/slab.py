@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
-from gnsfast.functional import Ragged
+from gnsfast.functional import Ragged, graphs_of_gradients
 from gnsfast.parallel import in_context_parallel
-from gnsfast.table import BatchHook, Table
+from gnsfast.probing import checks
+from gnsfast.table import BatchHook, Table, Take
 
 
 class ProbeSlab:
@@ -21,12 +22,15 @@ class ProbeSlab:
     A parameter has one row, which backward delivers as the gradient of its probes. ``rows`` holds
     the rows [1, B + 2 + G] of the parameters that the last pass has reached, after ``read``.
     ``caller`` is the model with the wrappers that the user calls. ``gradients`` says who makes
-    those of its blocks: ``"fused"`` kernels, or ``"torch"``. ``is_split``: the pass ran inside
+    those of its blocks: ``"fused"`` kernels, or ``"torch"``. ``take`` cuts samples out of the batch
+    that the first block learns from. ``is_split``: the pass ran inside
     torch's ``context_parallel``.
     """
 
-    def __init__(self, caller: nn.Module, gradients: str = "fused") -> None:
-        self._caller, self._norms_alone = caller, gradients == "torch"
+    def __init__(
+        self, caller: nn.Module, gradients: str = "fused", take: Take | None = None
+    ) -> None:
+        self._caller, self._norms_alone, self._take = caller, gradients == "torch", take
         if gradients != "fused":  # the check takes 2 µs
             check_choice("gradients", gradients, ("fused", "torch"))
         self.model = unwrapped(caller)
@@ -35,6 +39,7 @@ class ProbeSlab:
         self._on_learned: Callable[[], None] | None = None
         self._hook: BatchHook | None = None
         self.num_samples, self.is_split = 0, False
+        self._graphs = 0
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
@@ -156,6 +161,8 @@ class ProbeSlab:
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
                 "that you measure without it."
             )
+        if self.took_graphs:
+            raise ObservationError(checks.PENALTY)
         for leaf in [leaf for leaf in self.leaves if leaf.is_ordered]:
             if leaf.is_unordered:
                 leaf.fail(
@@ -184,7 +191,7 @@ class ProbeSlab:
         something.
         """
         self.num_samples, self.is_split = num_samples, False
-        self._on_learned = learned
+        self._on_learned, self._graphs = learned, graphs_of_gradients[0]
         self._begin(facts, ragged)
 
     def _begin(self, facts: Mapping[str, Facts], ragged: Ragged | None) -> None:
@@ -195,11 +202,17 @@ class ProbeSlab:
         followed.passes.watch(self)
         if BatchHook.is_needed(followed, self.num_samples, ragged):
             where = followed, self._caller, self.num_samples, ragged
-            self._hook = BatchHook(*where, self.learned)
+            self._hook = BatchHook(*where, self.learned, self._take)
 
     def learned(self) -> None:
         """What is called when a batch has shown something: ``refresh``, or what ``open`` got."""
         (self._on_learned or self.refresh)()
+        self._graphs = graphs_of_gradients[0]
+
+    @property
+    def took_graphs(self) -> bool:
+        """Whether a gradient in the block was to have a graph of its own (``create_graph``)."""
+        return graphs_of_gradients[0] != self._graphs
 
     def arrives(self) -> None:
         """Look at what is active while backward runs."""

@@ -4,7 +4,7 @@ them. ``signatures.py`` has the arguments, results and legend of each operator.
 """
 
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
-from gnsfast.reference.conv import conv_wgrad, unfold
+from gnsfast.reference.conv import conv_wgrad
 from gnsfast.reference.embedding import embedding_wgrad
 from gnsfast.reference.linear import linear_norms, linear_wgrad, linked_rows
 from gnsfast.reference.norms import norm_backward, norm_backward_aten
@@ -30,5 +30,4 @@ __all__ = [
     "probe_rows",
     "sqnorm",
     "sum_tokens",
-    "unfold",
 ]

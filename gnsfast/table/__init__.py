@@ -4,7 +4,16 @@
 from gnsfast.table.batch_hook import BatchHook
 from gnsfast.table.coverage import Coverage, CoverageRow, coverage
 from gnsfast.table.learn import learn
-from gnsfast.table.proof import NO_RESULT
-from gnsfast.table.table import Table
+from gnsfast.table.samples import Take
+from gnsfast.table.table import PROVEN, Table
 
-__all__ = ["NO_RESULT", "BatchHook", "Coverage", "CoverageRow", "Table", "coverage", "learn"]
+__all__ = [
+    "PROVEN",
+    "BatchHook",
+    "Coverage",
+    "CoverageRow",
+    "Table",
+    "Take",
+    "coverage",
+    "learn",
+]

@@ -14,14 +14,16 @@ from gnsfast.errors import SampleShapeError
 from gnsfast.following import Followed, Hook
 from gnsfast.functional import Ragged
 from gnsfast.table.learn import table_of
+from gnsfast.table.samples import Take
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import compiled_module, is_compiler_loaded
 
 
 class BatchHook:
     """Learns the table of an open model from the first batch that ``caller``, the model or a
-    wrapper of it, gets in a block of so many ``samples``. Of packed documents it also tells how
-    many rows of the batch hold them. ``learned()`` is called when there is a new table.
+    wrapper of it, gets in a block of so many ``samples``, which ``take`` cuts out. Of packed
+    documents it also tells how many rows of the batch hold them. ``learned()`` is called when
+    there is a new table.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class BatchHook:
         samples: int,
         ragged: Ragged | None,
         learned: Callable[[], None],
+        take: Take | None = None,
     ) -> None:
         self._followed, self._samples, self._ragged = followed, samples, ragged
-        self._learned = learned
+        self._learned, self._take = learned, take
         self._release: Callable[[], object] | None = None
         if followed.table is None and is_compiler_loaded():
             if compiled_module(caller) is None:  # whose hooks run in eager mode
@@ -88,7 +91,7 @@ class BatchHook:
         self._handle.remove()  # compiled code goes on in eager mode to the end of the block
         model = followed.structure.model
         run = lambda b: model(*b[0], **b[1])  # noqa: E731
-        table = table_of(followed, run, batch, rows, ragged=ragged)
+        table = table_of(followed, run, batch, rows, self._take, ragged)
         (table if followed.table is None else followed.table | table).tell(followed)
         log = logging.getLogger("gnsfast")
         log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.following import Followed
-from gnsfast.table.table import Table, aligned, and_of_norms
+from gnsfast.table.table import Table, aligned, and_of_norms, of_loss
 
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
@@ -35,11 +35,13 @@ class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` is empty if the norms are
     proven, else it says why not. ``covered_norm`` is the share of the squared gradient norms that
     is measured, of the samples that the model was learnt from; NaN where there were none.
+    ``loss`` is that of the table.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
     covered_norm: float = math.nan
+    loss: str = ""
 
     @property
     def covered_fraction(self) -> float:
@@ -64,8 +66,7 @@ class Coverage:
         lines = aligned(table, number=1)
         norms = and_of_norms(self.covered_norm)
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements{norms}")
-        proven = "proven for the model, not for a loss outside of it"
-        lines.append(f"not proven: {self.proof}" if self.proof else proven)
+        lines.append(f"not proven: {self.proof}" if self.proof else of_loss(self.loss))
         return "\n".join(lines)
 
 
@@ -103,8 +104,9 @@ def coverage(model: nn.Module) -> Coverage:
         note = how if how.startswith("not proven") else ""
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note))
-    share = math.nan if table is None else table.covered_norm
-    return Coverage(tuple(rows), NOT_BEGUN if table is None else "", share)
+    if table is None:
+        return Coverage(tuple(rows), NOT_BEGUN)
+    return Coverage(tuple(rows), covered_norm=table.covered_norm, loss=table.loss)
 
 
 NOT_BEGUN = "no batch has gone through the model in a block"

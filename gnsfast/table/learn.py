@@ -3,37 +3,41 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gnsfast import reasons
+from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
 from gnsfast.functional import Ragged, RowMap, ragged_of
 from gnsfast.kept import kept_modes
-from gnsfast.parallel import shared
+from gnsfast.parallel import refuse_context_parallel, shared
+from gnsfast.reasons import TAKE
 from gnsfast.table.checkpoints import keeping_graphs, not_reentrant
+from gnsfast.table.loss import loss_proof
+from gnsfast.table.outputs import outermost
 from gnsfast.table.proof import (
     ModelError,
     Proof,
     Trial,
     gates_open,
+    in_turns,
     meeting,
     of_ragged,
     prove,
     refuse_attention,
+    turned_place,
 )
-from gnsfast.table.samples import TAKE, Samples, Take
+from gnsfast.table.samples import Samples, Take
 from gnsfast.table.table import Table, pattern_of
 from gnsfast.table.trace import Traces, trace
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import is_compiler_loaded, without_modes
-
-UNCLEAR = (
-    "dimensions 0 and 1 of the batch have as many entries, and along the first one samples meet. "
-    f"If they lie along the other, {TAKE} says so"
-)
 
 OF_TWO = (
     "the results that belong to single samples give it no gradient, and no proof judges a result "
@@ -41,6 +45,9 @@ OF_TWO = (
 )
 
 OF_ROWS = "losses of single samples"
+
+Loss = Callable[[nn.Module, Any], Any]
+"""``loss(model, batch)`` is the loss that is trained."""
 
 FEW = 3
 """So many samples of a batch are looked at; two are too few to tell a sample from all others."""
@@ -56,6 +63,8 @@ def learn(
     cu_seqlens: Tensor | None = None,
     rows: Any = None,
     unproven: str = "leave_out",
+    loss: Loss | None = None,
+    tokens: Tensor | None = None,
 ) -> Table:
     """The table of a model: for each call that takes a parameter, where the samples are, and how
     the norms of their gradients were proven. Its only effect is this value.
@@ -73,9 +82,11 @@ def learn(
         run: what is called with the batch in place of the model, such as a step that calls its
             parts. What it returns of each sample, such as logits, is what norms are proven on.
         take: ``take(batch, samples)`` is a batch of some samples, given as a list of numbers of
-            which some come twice. By default these rows of each tensor whose first dimension has
-            the size ``num_samples``, or its second one where the first has not.
-        num_samples: by default the size of dimension 0 of the batch's first tensor.
+            which some come twice. A number K stands for rows b, b + n, ..., b + (K - 1) n, such as
+            2 for the chosen answers and then the rejected ones. By default these rows of each
+            tensor whose first dimension has the size ``num_samples``, or its second one where the
+            first has not.
+        num_samples: by default the size of dimension 0 of the batch's first tensor, over K.
         cu_seqlens: as in ``per_sample_sqnorms``, if the batch holds packed documents: rows count as
             samples, and a loss of every second document must give the others no gradient.
         rows: as in ``per_sample_sqnorms``, if samples have unequal numbers of rows, such as graphs
@@ -83,9 +94,16 @@ def learn(
             the others no gradient. ``num_samples`` is by default the number of the last owner + 1.
         unproven: "measure" also measures parameters that the batch gives no gradient, and those of
             a model none of whose results belongs to single samples.
+        loss: ``loss(model, batch)`` is your loss, a number. The batch is then what this takes, and
+            without ``run`` the results are those of the modules that it calls. The loss is proven
+            too: is the gradient of a batch the sum of those of its samples, or their mean with the
+            weights ``tokens``? This runs it once for up to 16 samples, and for each of them alone.
+        tokens: the weight of each sample [num_samples] in a ``loss`` that is a weighted mean: what
+            blocks get as ``gns.update(n, tokens=...)``.
 
     Raises:
-        ValueError: for a batch without samples, and for an unknown ``unproven``.
+        ValueError: for a batch without samples, for an unknown ``unproven``, and for ``tokens``
+            that are not one weight for each sample of a ``loss``.
         SampleShapeError: if no tensor of the batch has so many samples, and there is no ``take``.
         ObservationError: if a batch norm uses the statistics of its batch, if packed documents
             attend to each other, if the model does not take some of the samples, and inside of a
@@ -107,16 +125,58 @@ def learn(
         num_samples = 1  # the batch is taken whole
     elif num_samples is None:
         num_samples = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
+        num_samples //= take if isinstance(take, int) else 1
     if num_samples < 1:
         raise ValueError("The batch has no samples. Give a batch with tensors, or num_samples=.")
+    if tokens is not None and (loss is None or tokens.shape != (num_samples,)):
+        raise ValueError(
+            f"tokens are the weights of the {num_samples} samples in a loss, a tensor "
+            f"[{num_samples}]: learn(model, batch, loss=loss, tokens=weights)."
+        )
     followed = Followed.of(unwrapped(model))
     followed.refuse_batch_statistics()
-    run = run or _call(followed.structure.model)
+    loss_of = None if loss is None else partial(loss, followed.structure.model)
+    if run is None:
+        run = _call(followed.structure.model) if loss_of is None else with_outputs(loss_of)
     followed.open(num_samples)
     try:
-        return table_of(followed, run, batch, num_samples, take, ragged, unproven)
+        table = table_of(followed, run, batch, num_samples, take, ragged, unproven)
+        return (
+            table
+            if loss_of is None
+            else of_loss(followed, table, loss_of, batch, num_samples, take, tokens)
+        )
     finally:
         followed.close()
+
+
+def with_outputs(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What gives the loss of a batch, and what the modules return that make it."""
+
+    def run(batch: Any) -> Any:
+        with outermost() as outputs:
+            return loss_of(batch), outputs
+
+    return run
+
+
+def of_loss(
+    followed: Followed,
+    table: Table,
+    loss_of: Callable[[Any], Any],
+    batch: Any,
+    num_samples: int,
+    take: Take | None = None,
+    tokens: Tensor | None = None,
+) -> Table:
+    """The table of an open model with the proof of the loss of its batch."""
+    structure = followed.structure
+    samples = _samples(structure, batch, num_samples, take)
+    structure.arguments = samples.batch
+    rtol = 5e-2 if table.is_half else 1e-3
+    with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
+        shown = loss_proof(Trial(followed, loss_of, samples, []), tokens, rtol)
+    return replace(table, loss=shown)
 
 
 def _call(model: nn.Module) -> Callable[[Any], Any]:
@@ -140,6 +200,7 @@ def table_of(
     unproven: str = "leave_out",
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
+    refuse_context_parallel()
     structure = followed.structure
     samples = _samples(structure, batch, num_samples, take)
     B = max(samples.n, 1)
@@ -189,18 +250,23 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     """What the traces show, and the proof of it."""
     structure, shown = trial.followed.structure, Shown.of(traces, late)
     places: Sequence[Place] = traces.result_places
-    rtol = shown.rtol
-    proof, rows, places = prove(trial, shown.rows, places, rtol, training=False)
+    rtol, rows = shown.rtol, shown.rows
+    if trial.samples.are_in_turn:
+        rows, places = in_turns(rows, 1), [turned_place(place, 1) for place in places]
+    proof, rows, places = prove(trial, rows, places, rtol, training=False)
     if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
         proof, rows, places = prove(trial, rows, places, rtol, training=True)
     if late is not None:
-        of_late, rows, places = prove(trial, rows, late.result_places, rtol, training=True)
+        places = late.result_places
+        if trial.samples.are_in_turn:
+            places = [turned_place(place, 1) for place in places]
+        of_late, rows, places = prove(trial, rows, places, rtol, training=True)
         proof = proof.with_late(of_late, shown.late)
     meet = {} if proof.reason else meeting(trial, places)
     # A parameter that none of the few samples has reached takes the row of its siblings.
     meet = {name: why for name, why in meet.items() if name in shown.routes}
     if trial.samples.are_unclear and (meet or proof.wrong):
-        proof, meet = proof._replace(reason=UNCLEAR, wrong={}), {}
+        proof, meet = proof._replace(reason=reasons.UNCLEAR.text(), wrong={}), {}
     shown = shown._replace(rows=rows, has_pairs=UNKNOWN in places)
     return shown, proof._replace(wrong={**meet, **proof.wrong})
 
@@ -315,9 +381,9 @@ def _assembled(
         elif proof.reason:
             doubtful[name] = f"not proven: {proof.reason}"
         elif routes and name not in routes:
-            doubtful[name] = "no sample of the batch has reached it"
+            doubtful[name] = reasons.UNREACHED.text()
         elif name in proof.silent:
-            doubtful[name] = OF_TWO if shown.has_pairs else "the batch gives it no gradient"
+            doubtful[name] = OF_TWO if shown.has_pairs else reasons.NO_GRADIENT.text()
         else:
             proofs[name] = OF_ROWS if ragged else f"{few} samples alone"
     model = followed.structure.model
@@ -408,4 +474,4 @@ def _for_our_own_ends(followed: Followed) -> Iterator[None]:
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
-    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext()
+    return EAGER.meanwhile() if is_compiler_loaded() else nullcontext()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast import reasons
 from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following import (
     FIRST,
@@ -150,7 +151,11 @@ class Trial(NamedTuple):
         rows = self.samples.n
         if rows > 1 and place.fits(t.shape, rows):
             t = place.samples_first(t, rows)
-        rows_of = map_of(self.ragged.maps, t.shape)
+        maps = self.ragged.maps
+        is_shifted = t.ndim > 1 and t.shape[0] * (t.shape[1] + 1) == maps[0].size
+        if maps[0].is_list and is_shifted:  # losses of next tokens
+            t = torch.cat([t, t.new_zeros(t.shape[0], 1, *t.shape[2:])], 1)
+        rows_of = map_of(maps, t.shape)
         return None if rows_of is None else rows_of[0].rows_of(t.reshape(rows_of[0].size, -1), k)
 
     def weighed(self, results: Sequence[Tensor], places: Sequence[Place]) -> list[Weighed]:
@@ -232,22 +237,23 @@ def prove(
         truth = _truths(trial, measured)
         proof = judged(measured, truth, rtol)
         for run in shared(_runs(table), _joined, structure.groups):
-            turned = {
-                name: tuple(in_turns(row, run) for row in table.get(name, ()))
-                for name in proof.wrong
-            }
-            turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
-            if not structure.on_any(bool(turned)):
-                continue
-            followed.learn({**table, **turned})
             turned_places = [turned_place(place, run) for place in places]
             is_same = turned_places == [*places]
+            # Where results are turned, what was right may only have been alike in all samples.
+            names = proof.wrong if is_same else dict.fromkeys((*table, *proof.wrong))
+            turned = in_turns({name: table.get(name, ()) for name in names}, run)
+            turned = {name: new for name, new in turned.items() if new != table.get(name, ())}
+            if not structure.on_any(not turned.keys().isdisjoint(proof.wrong)):
+                continue
+            followed.learn({**table, **turned})
             tried = _measured(trial, turned_places, measured.weighed if is_same else None)
             truth_of_tried = truth if is_same else _truths(trial, tried)
             again = judged(tried, truth_of_tried, rtol)
+            right = set() if again.reason else {*turned, *proof.wrong} - again.wrong.keys()
             if not again.reason and len(again.wrong) < len(proof.wrong):
                 places, measured, truth = turned_places, tried, truth_of_tried
-            right = set() if again.reason else proof.wrong.keys() - again.wrong.keys()
+            else:
+                right &= proof.wrong.keys()
             table = {**table, **{name: turned[name] for name in right & turned.keys()}}
             wrong = {name: why for name, why in proof.wrong.items() if name not in right}
             proof = proof._replace(wrong=wrong)
@@ -268,10 +274,10 @@ def _measured(
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.this_pass.joined
         weighed = trial.weighed(results, places) if weighed is None else weighed
         if structure.on_any(graphs_of_gradients[0] != graphs):
-            twice = dict.fromkeys((leaf.name for leaf in trial.leaves), TWICE)
-            return Measured([], TWICE, twice, drew)
+            why = reasons.TWICE.text()
+            return Measured([], why, dict.fromkeys((leaf.name for leaf in trial.leaves), why), drew)
         if structure.on_any(not weighed):
-            return Measured([], NO_RESULT, trial.failed, drew)
+            return Measured([], reasons.NO_RESULT.text(), trial.failed, drew)
         losses = (
             trial.loss(results, weighed, j, k, trial.size) for j, k in enumerate(trial.numbers)
         )
@@ -341,12 +347,9 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
         if not bool(is_right_PB[p].all()):
             b = is_right_PB[p].tolist().index(False)
             wrong[leaf.name] = (
-                UNSEEN
-                if not bool(norm_PB[p].any())
-                else (
-                    f"its norm for a sample is {norm_PB[p, b]:.6g}, and {real_PB[p, b]:.6g} for "
-                    "the same sample alone: samples meet in the model, or were not told apart"
-                )
+                reasons.DIFFERS.text(norm=float(norm_PB[p, b]), real=float(real_PB[p, b]))
+                if bool(norm_PB[p].any())
+                else reasons.UNSEEN.text()
             )
     is_shown_PB = (error_PB <= limit_PB) & (real_PB.sqrt() > LEAST)
     silent = (~is_shown_PB & (real_PB.sqrt() <= noise_PB)).all(1).tolist()
@@ -369,13 +372,17 @@ def _joined(a: list[int], b: list[int]) -> list[int]:
     return sorted({*a, *b})
 
 
-def in_turns(row: Row, run: int) -> Row:
-    """A row of the table whose samples have interleaved rows, ``run`` in turn, where they had
+def in_turns(table: Rows, run: int) -> Rows:
+    """Rows of a table whose samples have interleaved rows, ``run`` in turn, where they had
     consecutive ones.
     """
-    both = row.arguments, row.results
-    arguments, results = (tuple(turned_place(p, run) for p in places) for places in both)
-    return row._replace(arguments=arguments, results=results)
+
+    def turned(row: Row) -> Row:
+        both = row.arguments, row.results
+        arguments, results = (tuple(turned_place(p, run) for p in places) for places in both)
+        return row._replace(arguments=arguments, results=results)
+
+    return {name: tuple(map(turned, rows)) for name, rows in table.items()}
 
 
 def turned_place(place: Any, run: int) -> Any:
@@ -484,18 +491,6 @@ def _either(a: list[bool], b: list[bool]) -> list[bool]:
     return [x or y for x, y in zip(a, b)]
 
 
-NO_RESULT = (
-    "no result of the model belongs to single samples. With gnsfast.learn(model, batch, run=...) a "
-    "function that returns something of each sample, such as logits, proves them"
-)
-TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
-MIXED = (
-    "a loss of some samples gives others a gradient of it: samples meet in the model, or have "
-    "another order in it than in the batch"
-)
-UNSEEN = (
-    "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
-    "its own does, or a gradient of its gradient is taken"
-)
+MIXED = reasons.MIXED.text()
 LEAST = torch.finfo(torch.float32).tiny ** 0.5
 """The square of a smaller norm is no normal float32."""

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from gnsfast.errors import SampleShapeError
 from gnsfast.following import Layout
+from gnsfast.reasons import TAKE
 from gnsfast.tensors import map_tensors, tensors_of
 
-TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
-"""The line by which a user says where the samples are."""
-
-Take = Callable[[Any, list[int]], Any]
-"""``take(batch, samples)`` is a batch of these samples, some of which may come twice."""
+Take = Callable[[Any, list[int]], Any] | int
+"""``take(batch, samples)`` is a batch of these samples, some of which may come twice. A number K
+says that the rows b, b + n, ..., b + (K - 1) n of n samples are sample b.
+"""
 
 
 class Samples(NamedTuple):
@@ -25,7 +25,7 @@ class Samples(NamedTuple):
 
     batch: Any
     n: int
-    take: Take | None
+    take: Callable[[Any, list[int]], Any] | None
     layouts: tuple[Layout | None, ...]
 
     @classmethod
@@ -36,14 +36,20 @@ class Samples(NamedTuple):
             SampleShapeError: if no tensor of the batch has ``n`` of them, and there is no ``take``.
         """
         tensors = tensors_of(batch)
-        layouts = tuple(_layout_of(t, n) for t in tensors)
-        holds = any(layout and not layout.several for layout in layouts)
+        if isinstance(take, int):
+            rows = take * n
+            layouts = tuple(_of_turns(t, take, n) for t in tensors)
+            holds, take = any(layout and layout.several for layout in layouts), None
+        else:
+            rows = n
+            layouts = tuple(_layout_of(t, n) for t in tensors)
+            holds = any(layout and not layout.several for layout in layouts)
         if take is None and n > 1 and not holds:
             shapes = ", ".join(str([*t.shape]) for t in tensors[:4]) or "none"
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
-                "none of which has dimension 0 or 1 of that size. Check the number of samples. If "
-                f"it is right, say how to cut samples out of a batch: {TAKE}."
+                f"none of which has dimension 0 or 1 of size {rows}. Give the block the "
+                f"number of samples of the batch. If it has, say how to cut samples out: {TAKE}."
             )
         return cls(batch, n, take, layouts)
 
@@ -56,6 +62,11 @@ class Samples(NamedTuple):
         tokens = [t for t in tensors if t.ndim == (3 if t.is_floating_point() else 2)]
         square = any(t.shape[:2] == (self.n, self.n) for t in tokens)
         return self.take is None and self.n > 1 and square
+
+    @property
+    def are_in_turn(self) -> bool:
+        """Whether a number said that the rows of samples come in turn."""
+        return any(layout is not None and layout.interleaved for layout in self.layouts)
 
     def some(self, samples: Sequence[int]) -> Any:
         """A batch of some samples, counted from 0 again where the batch has fewer. Its tensors are
@@ -71,13 +82,24 @@ class Samples(NamedTuple):
             if layout is None:
                 return _copy(t)
             parts = [layout.of_sample(t.detach(), b, self.n) for b in chosen]
-            return torch.cat(parts, layout.dim).requires_grad_(t.requires_grad)
+            if layout.interleaved:
+                some = torch.stack(parts, 1).flatten(0, 1)
+            else:
+                some = torch.cat(parts, layout.dim)
+            return some.requires_grad_(t.requires_grad)
 
         return map_tensors(cut, self.batch)
 
 
 def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _of_turns(t: Tensor, rows_per_sample: int, n: int) -> Layout | None:
+    """Samples whose rows come in turn: all first rows, all second ones."""
+    if not t.ndim or t.shape[0] not in (n, rows_per_sample * n):
+        return None
+    return Layout(0) if t.shape[0] == n else Layout(0, 1, rows_per_sample)
 
 
 def _layout_of(t: Tensor, n: int) -> Layout | None:

@@ -12,6 +12,9 @@ from typing import Any
 from gnsfast.errors import ObservationError
 from gnsfast.following import RAGGED, Followed, Layout, Place, Row
 
+PROVEN = "proven"
+"""What a table says of a loss whose gradient is the weighted sum of those of its samples."""
+
 Rows = Mapping[str, tuple[Row, ...]]
 
 
@@ -26,7 +29,8 @@ class Table:
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
     of elements, and the squared norms of the samples' gradients, added up over the few samples.
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
-    mode, ``has_documents``: and for packed documents, or another ragged batch.
+    mode, ``has_documents``: and for packed documents, or another ragged batch. ``loss`` is
+    ``"proven"`` of a loss that ``learn(loss=...)`` was given, or why it is not; empty without one.
     """
 
     model: str
@@ -40,6 +44,7 @@ class Table:
     is_half: bool = False
     is_trained: bool = False
     has_documents: bool = False
+    loss: str = ""
 
     def __or__(self, other: "Table") -> "Table":
         """The table of both batches. A parameter is measured if one of them proves it and none
@@ -71,6 +76,10 @@ class Table:
             is_half=self.is_half or other.is_half,
             is_trained=self.is_trained or other.is_trained,
             has_documents=self.has_documents and other.has_documents,
+            loss=next(
+                (loss for loss in (self.loss, other.loss) if loss not in (PROVEN, "")),
+                self.loss or other.loss,
+            ),
         )
 
     def tell(self, followed: Followed) -> None:
@@ -157,10 +166,7 @@ class Table:
             f"{self.covered_fraction:.1%} of the elements{norms}."
         )
         if not all(how.startswith("not proven") for how in self.proofs.values()):
-            first += (
-                " This is proven for the model, not for a loss outside of it: "
-                "gnsfast.verify(model, loss, batch) sees that."
-            )
+            first += f" This is {of_loss(self.loss)}."
         text = [first]
         titles: dict[str, list[list[str]]] = {}
         for names in _alike(self.left_out, self.left_out.__getitem__):
@@ -181,6 +187,14 @@ class Table:
 def and_of_norms(share: float) -> str:
     """What is said behind a share of the elements, of which NaN says nothing."""
     return "" if math.isnan(share) else f" and {share:.1%} of the squared gradient norms"
+
+
+def of_loss(loss: str) -> str:
+    """What the ``loss`` of a table says, in words."""
+    if loss == PROVEN:
+        return "proven for the model and the loss"
+    why = loss or "gnsfast.learn(model, batch, loss=...) was not given it"
+    return f"proven for the model, not for the loss: {why}"
 
 
 def aligned(lines: Sequence[Sequence[str]], number: int = -1) -> list[str]:

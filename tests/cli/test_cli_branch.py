@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from gnsfast.cli.app import app
 from gnsfast.cli.branch import Target, grid
+from gnsfast.cli.output import plain
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import CriticalBatch
 
@@ -40,11 +41,11 @@ def test_branch(tmp_path: Path) -> None:
 def test_as_json_and_again(tmp_path: Path) -> None:
     target = "branch_runs:out_of_memory"
     record = json.loads(branch(tmp_path, target, "--json").stdout)
-    assert (record["kind"], record["upper"]) == ("critical batch", 32)
+    assert (record["kind"], record["critical_batch_samples"]["upper"]) == ("critical batch", 32)
     assert record["missing"] == [{"k": 2.0, "reason": "RuntimeError: no memory"}]
     assert "failed: RuntimeError: no memory" in branch(tmp_path, target).stdout
     again = json.loads(branch(tmp_path, "branch_runs:ScriptedRun", "--json").stdout)
-    assert (again["lower"], again["missing"]) == (16, [])
+    assert (again["critical_batch_samples"]["lower"], again["missing"]) == (16, [])
     other = branch(tmp_path, "branch_runs:ScriptedRun", "--tolerance", 0.5)
     assert one_line(other) and "tolerance=0.01, not 0.5" in other.stderr
 
@@ -68,15 +69,23 @@ def test_factor(tmp_path: Path) -> None:
     assert goes_on.exit_code == 0, goes_on.output
 
 
+def of_file(folder: Path) -> dict[str, Any]:
+    """What --json says of a result: its record, with units in the names."""
+    record = CriticalBatch.load(folder).record()
+    ends = {end: record.pop(end) for end in ("value", "lower", "upper")}
+    found: dict[str, Any] = json.loads(json.dumps(plain(record | {"critical_batch_samples": ends})))
+    return found
+
+
 def test_repeats(tmp_path: Path) -> None:
     options = ("--repeats", 2, "--loss", "train", "--tolerance", 9, "--json")
     done = branch(tmp_path, "branch_runs:small_run", *options, tokens=960, k="1,2")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
+    assert json.loads(done.stdout) == of_file(tmp_path / "cbs")
     assert (tmp_path / "cbs" / "repeat-1" / "checkpoint").is_dir()
-    once = branch(tmp_path, "branch_runs:small_run", *options[2:], tokens=960, k="1,2")
+    once = branch(tmp_path, "branch_runs:small_run", *options[2:-1], tokens=960, k="1,2")
     assert one_line(once) and "pass repeats again" in once.stderr
-    assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
+    assert json.loads(done.stdout) == of_file(tmp_path / "cbs")
     cannot = branch(tmp_path, "branch_runs:ScriptedRun", "--repeats", 2, out=tmp_path / "other")
     assert one_line(cannot) and "ScriptedRun has no skip(tokens)" in cannot.stderr
 
@@ -184,9 +193,9 @@ def test_one_branch_is_one_command(tmp_path: Path) -> None:
     assert CriticalBatch.load(tmp_path / "cbs") == CriticalBatch.load(tmp_path / "here")
     assert (tmp_path / "cbs" / "factor.json").is_file()
     record = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert record == CriticalBatch.load(tmp_path / "here").record()
+    assert record == of_file(tmp_path / "here")
     one = json.loads(branch(tmp_path, "branch_runs:MeasuredRun", "--only", "2x", "--json").stdout)
-    assert one == record["branches"][2]
+    assert one == {"kind": "branch"} | record["branches"][2]
     nothing = CliRunner().invoke(app, ["branch", "result", str(tmp_path)])
     assert one_line(nothing) and "holds no branch measurement" in nothing.stderr
 

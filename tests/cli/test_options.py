@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from gnsfast.cli.options import Span, Whole, pairs, point, takes
+from gnsfast.cli.output import Command
 from gnsfast.interval import Interval
 
 app = typer.Typer()
@@ -45,7 +46,7 @@ class Options:
             raise ValueError("--often needs --out")
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(Options)
 def command(options: Options, as_json: bool = False) -> None:
     """Says what it got."""

@@ -85,7 +85,7 @@ def test_experts() -> None:
 def test_costs_carry_the_interval() -> None:
     run = ("--tokens", "20B", "--batch", "512", "--b-crit", "1024:512:2048", *COSTS)
     found = planned(*run)["trade_off"]
-    costs = {row["batch_size"]: row for row in found["costs"]}
+    costs = {row["batch_size_samples"]: row for row in found["costs"]}
     assert list(costs) == [64, 128, 256, 512, 1024, 2048, 4096]
     assert costs[64]["gpus"] == 1 and costs[4096]["gpus"] == 64
     assert costs[512]["tokens"] == {"value": 20e9, "lower": 20e9, "upper": 20e9}
@@ -95,10 +95,10 @@ def test_costs_carry_the_interval() -> None:
     hours = 20e9 * 2 / 1.5 / 20e3 / 3600
     assert costs[1024]["money"]["value"] == pytest.approx(2.5 * hours)
     alone = planned("--tokens", "20B", "--batch", "6", "--b-crit", "500")["trade_off"]["costs"]
-    assert [row["batch_size"] for row in alone] == [3, 6, 12, 24, 48]  # whole samples
+    assert [row["batch_size_samples"] for row in alone] == [3, 6, 12, 24, 48]  # whole samples
     assert alone[0]["gpus"] is None
     few = ("--tokens", "20B", "--batch", "96", "--b-crit", "500", *COSTS, "--gpus", "6")
-    sizes = [row["batch_size"] for row in planned(*few)["trade_off"]["costs"]]
+    sizes = [row["batch_size_samples"] for row in planned(*few)["trade_off"]["costs"]]
     assert sizes == [48, 96, 192, 384, 768]  # 24 would take 1.5 GPUs
 
 
@@ -128,7 +128,9 @@ def test_a_critical_batch_size_by_the_twenty_percent_rule() -> None:
     run = ("--tokens", "20B", "--context", "2048")
     found = planned(*run, "--b-twenty-percent", "281.6:179.2:384")["trade_off"]
     assert found["from"] == "--b-twenty-percent"
-    assert found["b_crit"] == pytest.approx({"value": 1024, "lower": 512, "upper": 1536})
+    assert found["critical_batch_samples"] == pytest.approx(
+        {"value": 1024, "lower": 512, "upper": 1536}
+    )
 
 
 def test_tokens_for_each_parameter_and_what_serving_costs() -> None:
@@ -153,8 +155,8 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     ]
     assert (found.left_out, found.doubtful) == (1, 0)
     plan = planned("--tokens", "64B", "--measured", str(tmp_path), "--whole-runs")
-    assert plan["context"] == 512
-    assert plan["measured"]["whole_run"] == plan["measured"]["samples"]
+    assert plan["tokens_per_sample"] == 512
+    assert plan["measured"]["whole_run_samples"] == plan["measured"]["samples"]
     assert plan["measured"]["exponent"]["value"] == pytest.approx(0.5)
     assert plan["measured"]["samples"]["value"] == pytest.approx(800)
     assert plan["measured"]["extrapolated"] == 4.0
@@ -173,9 +175,9 @@ def test_one_measurement(tmp_path: Path) -> None:
     found = planned(*run)
     assert found["measured"]["samples"] == {"value": 300, "lower": 200, "upper": 450}
     assert (found["measured"]["points"], found["measured"]["doubtful"]) == (2, 1)
-    assert found["trade_off"]["b_crit"] == found["measured"]["samples"]
-    assert found["context"] == 63  # a sample of the plan is a sample of the measurements
-    costs = {row["batch_size"]: row for row in found["trade_off"]["costs"]}
+    assert found["trade_off"]["critical_batch_samples"] == found["measured"]["samples"]
+    assert found["tokens_per_sample"] == 63  # a sample of the plan is a sample of the measurements
+    costs = {row["batch_size_samples"]: row for row in found["trade_off"]["costs"]}
     assert costs[512]["steps"]["value"] == pytest.approx(20e9 / (512 * 63))
     said = " ".join(invoke(*run).split())
     assert "after 2B tokens (left out: 1 with doubts) 300 (200 to 450) samples" in said
@@ -209,12 +211,17 @@ def test_mean_over_a_run(csv: str) -> None:
     exponent, prefactor = law["exponent"]["value"], law["prefactor"]["value"]
     ends = [128e9 * k / 100_000 for k in range(100_001)]
     middle = [prefactor * ((a + b) / 2) ** exponent for a, b in zip(ends, ends[1:])]
-    assert law["whole_run"]["value"] == pytest.approx(sum(middle) / len(middle), rel=1e-4)
-    assert found["trade_off"]["b_crit"] == law["whole_run"]
-    assert law["whole_run"]["lower"] < law["whole_run"]["value"] < law["whole_run"]["upper"]
-    assert law["whole_run"]["value"] < law["samples"]["value"]
+    run = law["whole_run_samples"]
+    assert run["value"] == pytest.approx(sum(middle) / len(middle), rel=1e-4)
+    assert found["trade_off"]["critical_batch_samples"] == law["whole_run_samples"]
+    assert (
+        law["whole_run_samples"]["lower"]
+        < law["whole_run_samples"]["value"]
+        < law["whole_run_samples"]["upper"]
+    )
+    assert law["whole_run_samples"]["value"] < law["samples"]["value"]
     said = " ".join(invoke("--tokens", "128B", "--measured", csv).split())
-    mean = law["whole_run"]["value"]
+    mean = run["value"]
     assert f"mean over a run of 128B tokens, which the costs use: {mean:.3g} (" in said
 
 
@@ -224,7 +231,7 @@ def test_a_measurement_at_the_start_of_a_run_prices_nothing(tmp_path: Path) -> N
     path.write_text(json.dumps(early))
     run = ("--tokens", "20B", "--batch", "512", "--measured", str(path))
     found = planned(*run)
-    assert found["measured"]["whole_run"] is None and found["trade_off"] is None
+    assert found["measured"]["whole_run_samples"] is None and found["trade_off"] is None
     assert "does not hold for the whole run, so plan shows no costs" in " ".join(
         invoke(*run).split()
     )
@@ -245,7 +252,7 @@ def test_measured_units_that_differ_are_an_error(tmp_path: Path, csv: str) -> No
         (("--tokens", "20B", "--whole-runs"), "--whole-runs describes"),
     ):
         assert said in invoke(*arguments, code=2), arguments
-    assert planned(*tokens, str(bare), "--context", "63")["context"] == 63
+    assert planned(*tokens, str(bare), "--context", "63")["tokens_per_sample"] == 63
 
 
 def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:

@@ -332,7 +332,12 @@ def test_command_refuses_in_one_line(tmp_path: Path, options: list[str]) -> None
     path = write(tmp_path / "a.jsonl", line(1), "broken")
     result = CliRunner().invoke(app, ["report", str(tmp_path), *options])
     assert result.exit_code == 2
-    assert result.stderr == f"gnsfast: {path}:2: this line is not JSON\n"
+    message = f"{path}:2: this line is not JSON"
+    if options == ["--json"]:
+        said = {"kind": "error", "message": message, "exit_status": 2}
+        assert json.loads(result.stdout) == said and not result.stderr
+    else:
+        assert result.stderr == f"gnsfast: {message}\n"
     assert CliRunner().invoke(app, ["report", str(path), "--out", str(path)]).exit_code == 2
 
 

@@ -37,9 +37,12 @@ def ratio(ran: Ran) -> tuple[float, float]:
     return ran.names["noise_scale"], truth.noise_scale - squared_variation(predicted)
 
 
+EACH = ('GNSCallback(loss="causal")', 'GNSCallback(loss="causal", budget=None, on_error="raise")')
+
+
 def test_recipe() -> None:
     row = compare(RECIPE, "trl")
-    against(row, *ratio(RECIPE.run(LEARNING_RATE=0.0, STEPS=16)))
+    against(row, *ratio(RECIPE.run(edits=[EACH], LEARNING_RATE=0.0, STEPS=16)))
 
 
 TIED = ("    eos_token_id=1,\n)", "    eos_token_id=1,\n    tie_word_embeddings=True,\n)")
@@ -51,7 +54,7 @@ ROWS = ("packing=True", "packing=False")
 def test_other_ways_to_train(edits: list[tuple[str, str]]) -> None:
     """A head that shares its weight, rows without padding, rows with it."""
     steps = 16 if not {FREE, ROWS} & set(edits) else 100  # as many documents
-    found, truth = ratio(RECIPE.run(edits=edits, LEARNING_RATE=0.0, STEPS=steps))
+    found, truth = ratio(RECIPE.run(edits=[*edits, EACH], LEARNING_RATE=0.0, STEPS=steps))
     assert abs(found / truth - 1) < 0.1, (found, truth)
 
 
@@ -64,7 +67,10 @@ def test_a_scale_that_is_not_known() -> None:
     edits = [(f"Llama{end}", f"Granite{end}") for end in ("Config", "ForCausalLM")]
     edits += [("    eos_token_id=1,\n)", "    eos_token_id=1,\n    logits_scaling=8.0,\n)")]
     with pytest.raises(gnsfast.ObservationError, match="GraniteForCausalLM changes its logits"):
-        RECIPE.run(edits=edits, STEPS=2)
+        RECIPE.run(edits=[*edits, EACH], STEPS=2)
+    plain, ours = RECIPE.run(False, edits), RECIPE.run(True, edits)
+    assert plain.losses == ours.losses  # it goes on, with TRL's own head
+    assert ours.names["callback"].compute().errors == 1
 
 
 def test_a_frozen_head() -> None:
@@ -76,15 +82,19 @@ def test_a_frozen_head() -> None:
             "    peft_config=peft.LoraConfig(target_modules=['q_proj']),",
         ),
     ]
-    assert RECIPE.run(edits=edits, STEPS=2).names["callback"].compute().updates == 2
+    assert RECIPE.run(edits=[*edits, EACH], STEPS=2).names["callback"].compute().updates == 2
 
 
 NAMED: list[tuple[str, str]] = [
     ('{"input_ids": documents}', '{"input_ids": documents, "id": names}'),
     ("config = Llama", "names = [f'file {k}' for k in range(len(documents))]\nconfig = Llama"),
-    ("trainer = SFT", "callback = GNSCallback(**ALWAYS, keep_largest=4, ids='id')\ntrainer = SFT"),
+    (
+        "trainer = SFT",
+        "callback = GNSCallback(budget=None, on_error='raise', keep_largest=4, ids='id')\n"
+        "trainer = SFT",
+    ),
     ("    model=model,", "    callbacks=[callback],\n    model=model,"),
-    ('callback = GNSCallback(**ALWAYS, loss="causal")  # new\n', ""),
+    ('callback = GNSCallback(loss="causal")  # new\n', ""),
     ("trainer.add_callback(callback)  # new\n", ""),
 ]
 

@@ -15,7 +15,7 @@ import test_schedule
 from typer.testing import CliRunner
 
 from gnsfast.cli.app import app
-from gnsfast.critical_batch import BatchSizeSchedule, Rules, exports
+from gnsfast.critical_batch import BatchSizeSchedule, Rules, ScheduledBatchSize, exports
 from gnsfast.critical_batch.control import wsd
 
 LENGTH, TOTAL = 10, 6000
@@ -245,6 +245,50 @@ def test_a_decay_ends_with_the_last_token(tool: str, thresholds: list[tuple[int,
             count = samples / thresholds[0][1]
     shape = wsd(total, decay=total // 2, warm_up=total // 10, final=0.1)
     assert shape(count) == 0.1 and shape(of_last_step) > 0.1
+
+
+def megatrons_wsd(num_steps: int, decay_steps: int, wsd_decay_steps: int) -> float:
+    """The share of its peak by Megatron-LM's ``OptimizerParamScheduler``, of a linear WSD to 0.1:
+    after ``lr_decay_steps`` samples the least rate, and before them a ratio that it asserts.
+    """
+    if num_steps > decay_steps:
+        return 0.1
+    assert 0 <= num_steps / decay_steps <= 1
+    annealed = max(0, num_steps - (decay_steps - wsd_decay_steps))
+    return 0.1 + 0.9 * (1 - annealed / wsd_decay_steps)
+
+
+RAMP = [(0, 4), (1200, 8), (2400, 12)]
+
+
+def test_megatrons_decay_of_samples_ends_with_both_flags() -> None:
+    """``--step-batch-size-schedule`` and the older ramp, by the samples that the notes print.
+    Iterations times the last batch, as Megatron-Bridge counts them (its issue 2609), do not.
+    """
+    schedule = schedule_of(RAMP)
+    ramp, end = exports.megatron_ramp(schedule), exports.end_samples(schedule)
+    said = invoke(" ".join(f"{t}:{s}" for t, s in RAMP), "--export", "megatron")
+    assert f"--lr-decay-samples {end}" in said and "Megatron-Bridge" in said
+    samples = rate = 0.0
+    while samples < ramp.train_samples:
+        rate = megatrons_wsd(int(samples), end, 100)
+        samples += ramp.batch_size_at(int(samples))
+    assert samples == end == ramp.train_samples and 0.1 < rate < 0.25
+    assert megatrons_wsd(int(samples), end, 100) == pytest.approx(0.1)
+    iterations = schedule.steps * RAMP[-1][1]
+    assert megatrons_wsd(int(samples), iterations, 100) == 1.0
+
+
+@pytest.mark.parametrize("thresholds", CASES)
+def test_the_last_rate_of_a_loop(thresholds: list[tuple[int, int]]) -> None:
+    """Of ``lr_lambda``: after the last token the final rate, times the factor of its batch."""
+    batch = ScheduledBatchSize(schedule_of(thresholds), micro_batch=4)
+    rate = batch.lr_lambda(wsd(TOTAL, decay=TOTAL // 2, final=0.1))
+    before = 0.0
+    while batch.tokens < TOTAL:
+        before = rate(0) / batch.lr_factor
+        batch.update(batch.tokens + batch.batch_tokens)
+    assert rate(0) == 0.1 * batch.lr_factor and before > 0.1
 
 
 def test_olmo_core_has_one_rule() -> None:

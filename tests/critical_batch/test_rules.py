@@ -42,6 +42,78 @@ def test_marek() -> None:
     assert tokens[0] == pytest.approx(tokens[1])
 
 
+def test_marin() -> None:
+    """Their recipe in issue 4567, clip(0.999^(B/32), 0.95, 0.9999) with beta1 0.9062."""
+    table = {32: 0.999, 64: 0.998, 128: 0.996, 256: 0.992, 512: 0.984, 1024: 0.968, 2048: 0.95}
+    for batch, beta2 in table.items():
+        optimizer = adamw(betas=(0.9062, 0.999))
+        Rules(betas="half_life").apply(optimizer, batch / 32)
+        assert optimizer.param_groups[0]["betas"][1] == pytest.approx(beta2, abs=6e-4)
+        assert Rules(betas="half_life").floored(adamw(betas=(0.9, 0.999)), batch / 32) == (
+            batch == 2048
+        )
+
+
+@pytest.mark.parametrize(
+    "betas, k, beta2",
+    [
+        ((0.9, 0.95), 16, 0.95),  # 0.44 without a floor
+        ((0.9, 0.92), 4, 0.92),  # below the floor already
+        ((0.9, 0.92), 0.5, math.sqrt(0.92)),
+        ((0.98, 0.999), 64, 0.98**2),  # beta1² is above 0.95
+    ],
+)
+def test_the_floor_of_beta2(betas: tuple[float, float], k: float, beta2: float) -> None:
+    for path in ((k,), (math.sqrt(k), math.sqrt(k))):  # growth in two steps is growth in one
+        optimizer = adamw(betas=betas)
+        for part in path:
+            Rules(betas="half_life").apply(optimizer, part)
+        assert optimizer.param_groups[0]["betas"] == pytest.approx((betas[0], beta2), rel=1e-12)
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99)})
+
+
+class AdamW8bit(Lion):
+    """As bitsandbytes has it: no class of torch's."""
+
+
+class MuonAdamW(AdamW8bit):
+    """As nanochat's, which trains matrices with Muon."""
+
+
+class Wrapped:
+    """As accelerate's ``AcceleratedOptimizer``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+@pytest.mark.parametrize("lr", ["sqrt", "linear"])
+@pytest.mark.parametrize("kind", [Lion, MuonAdamW, torch.optim.Adafactor, torch.optim.LBFGS])
+def test_an_optimizer_without_a_rule_is_refused_by_name(kind: Any, lr: str) -> None:
+    optimizer = kind(parameter())
+    before = optimizer.param_groups[0]["lr"]
+    said = f"no rule says how the learning rate of {kind.__name__} follows.*pass lr='none'"
+    with pytest.raises(ValueError, match=said):
+        Rules(lr).apply(optimizer, 2)
+    with pytest.raises(ValueError, match="learning rate of Wrapped"):
+        Rules(lr).check(Wrapped(optimizer), 2)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == before
+    Rules(lr).check(optimizer, 1)
+    Rules("none").apply(optimizer, 2)
+    Rules("keep").apply(optimizer, 2)
+
+
+def test_optimizers_with_a_rule() -> None:
+    torchs = torch.optim.RMSprop, torch.optim.NAdam, torch.optim.SGD, AdamW8bit
+    for kind in torchs:
+        Rules("sqrt").check(kind(parameter()), 4)  # type: ignore[arg-type]
+    Rules("sqrt").check(Wrapped(adamw()), 4)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("lr, factor", [("sqrt", 2.0), ("linear", 1.0), ("keep", 4.0)])
 def test_timescale(lr: str, factor: float) -> None:
     """B / (η λ D) stays as it was."""
@@ -170,7 +242,9 @@ def test_decay_in_the_gradient_has_no_timescale(kind: str, options: dict[str, An
     with pytest.raises(ValueError, match=f"{kind} adds its weight decay to the gradient"):
         Rules(weight_decay="timescale").apply(optimizer, 4)
     assert optimizer.param_groups[0]["lr"] == 1e-3
-    Rules(weight_decay="timescale").apply(make(parameter(), lr=1e-3, **options), 4)  # has none
+    Rules("keep", weight_decay="timescale").apply(
+        make(parameter(), lr=1e-3, **options), 4
+    )  # has none
 
 
 @pytest.mark.parametrize("k", [0, -1, math.nan, math.inf])

@@ -3,10 +3,12 @@
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from controller_cases import make
 
 from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize
 from gnsfast.critical_batch.control import cosine
@@ -155,3 +157,20 @@ def test_tokens_that_cannot_be() -> None:
         batch.update(399)
     with pytest.raises(ValueError, match="not steps or samples"):
         batch.update(401)
+
+
+def test_a_floor_of_beta2_has_no_way_back() -> None:
+    """From 0.95, which 0.99 meets, half the batch would be 0.9747: refused before the first step,
+    by name; without a floor on the way, or with growth alone, it goes on.
+    """
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=(0.9, 0.99))
+    for sizes, refused in (((8, 64), False), ((8, 16, 8), False), ((8, 64, 8), True)):
+        pairs = [(1000 * n, size) for n, size in enumerate(sizes)]
+        batch = ScheduledBatchSize(BatchSizeSchedule(pairs, 9000, 10), betas="half_life")
+        said = "64 samples puts beta2 on its floor.*betas='keep'"
+        with pytest.raises(ValueError, match=said) if refused else nullcontext():
+            batch.check_optimizer(optimizer)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.96)
+    make(betas="half_life").check_optimizer(optimizer)
+    with pytest.raises(ValueError, match="32 samples puts beta2 on its floor"):
+        make(betas="half_life", min_batch_size=16).check_optimizer(optimizer)

@@ -18,7 +18,13 @@ CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
 FLAGS = "-std=c++17 -ffp-contract=fast -fno-math-errno -pthread -Wall -Wextra -Werror".split()
 FLAGS += ["-Wno-psabi", "-Wno-unknown-pragmas", "-DGNSFAST_BFLOAT16", "-DGNSFAST_AMX_MODEL"]
 
-UNITS = ("linear_wgrad.cpp", "gram.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
+UNITS = (
+    "linear_wgrad.cpp",
+    "gram.cpp",
+    "norm_backward.cpp",
+    "embedding_wgrad.cpp",
+    "transpose.cpp",
+)
 UNITS += ("bfloat16_wgrad.cpp", "bfloat16_gram.cpp", "amx_wgrad.cpp", "amx_gram.cpp", "check.cpp")
 
 pytestmark = [
@@ -352,6 +358,11 @@ BUGS = {
     "the last columns of an embedding belong to no thread": (
         "return int(blocks * at / parts);",
         "return int((blocks - (blocks > 1)) * at / parts);",
+    ),
+    "a transposed edge is written as a whole tile": ("std::min<int64_t>(kTile, a.C - c)", "kTile"),
+    "each part of a long line is its first": (
+        "item % across * kAcross",
+        "0 * (item % across) * kAcross",
     ),
 }
 

@@ -108,7 +108,7 @@ class Truth:
         each = [torch.stack(own) for own in zip(*found)]
         self.grad_sqnorm = apart
         self.alone = w @ (each[2] - each[0])
-        self.trace = w @ (each[2] - each[0] + (each[3] - 1) * (each[1] - each[0]))
+        self.trace = w @ (each[2] + (each[3] - 1) * each[1]) - m * apart
         self.correlation = (self.trace / self.alone - 1) / (m - 1)
         self.worth = (1 - self.correlation) / (1 + (m - 1) * self.correlation)
 

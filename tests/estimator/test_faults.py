@@ -7,7 +7,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -160,3 +160,25 @@ def test_each_function(moment: str, caplog: pytest.LogCaptureFixture) -> None:
         except (Fault, CheckpointError) as error:
             wrong[code.co_qualname] = f"ends the run: {type(error).__name__}"
     assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
+
+
+@pytest.mark.parametrize("gradients", ["torch", "fused"])
+def test_a_checkpoint_that_ends_in_a_layer(gradients: str) -> None:
+    """Its second forward ends early, inside of the layer, by an exception that is no error."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), torch.randn(B, 5)
+    losses = []
+    for measured in (copy.deepcopy(model), None):
+        net = measured or model
+        gns = gnsfast.GradientNoiseScale(net, gradients=gradients, on_error="skip")
+        for _ in range(6):
+            net.zero_grad()
+            with gns.update(B) if measured else nullcontext():
+                y = checkpoint(net, x, use_reentrant=False)
+                loss = y.square().sum(1).mean()
+                loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in net.parameters())])
+        if measured:
+            assert gns.compute().updates == 6 and gns.compute().errors == 0
+    for a, b in zip(*losses):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

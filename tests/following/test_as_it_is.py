@@ -179,7 +179,7 @@ def test_the_table_reads_well() -> None:
     assert table.covered_fraction == 36 / 48
     assert str(table).splitlines()[1].split() == ["0.weight", "30", "linear", "yes", "yes"]
     assert "covered: 75.0% of the trainable elements" in str(table)
-    assert "proven for the model, not for a loss outside of it" in str(table)
+    assert "proven for the model, not for the loss: " in str(table)
     assert [r.observed for r in table.rows] == [True, True, None, None, None, None]
 
 

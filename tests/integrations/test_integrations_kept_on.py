@@ -24,7 +24,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 FAULTS = {
     "nothing": None,
-    "what a batch holds": ((transformers, "batch_size"), (GNSMonitor, "samples")),
+    "what a batch holds": ((transformers.Rows, "samples"), (GNSMonitor, "samples")),
     "learning": ((transformers.Rule, "counts"), (lightning, "learn")),
     "a kernel": ((_linear._Linear, "apply"), (_linear._Linear, "apply")),
     "the numbers": ((statistics, "decay_weights"), (statistics, "decay_weights")),

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from controller_cases import at_least, noise
 from noise_cases import ALWAYS
 from test_integrations_batch_size import EPOCH, STEPS, Told, controller_of
@@ -18,6 +19,7 @@ from trainer_cases import T, by_loop, same, samples, trained, trainer_of, weight
 import gnsfast
 from gnsfast import NoiseScale
 from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize, exports
+from gnsfast.critical_batch.control import wsd
 from gnsfast.critical_batch.laws import aligned_changes
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.integrations.lightning import GNSMonitor
@@ -99,6 +101,60 @@ def test_the_export_counts_as_trainer_does(
     ]
     assert changes(batch) == [(c.samples * T, c.new) for c in made]
     assert batch.tokens >= 1001 and steps == 51 > schedule.steps
+
+
+WSD_CASES = [
+    [(0, 4), (600, 8)],
+    [(0, 4), (30, 8), (250, 16)],
+    [(0, 4), (50, 8), (70, 32)],  # the last step of 32 goes beyond the total
+]
+
+
+def final_rates(scheduler: Any, rates: list[float], factor: float) -> None:
+    """Warm-up, stable, decay: the rate after the last token is the final one, and that of the last
+    step is not yet.
+    """
+    (peak,) = {*scheduler.base_lrs}
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * peak * factor)
+    assert 0.1 < rates[-1] / peak / factor < rates[0] / peak == 1
+
+
+@pytest.mark.parametrize("thresholds", WSD_CASES)
+def test_trainers_decay_ends_with_the_last_token(
+    tmp_path: Path, thresholds: list[tuple[int, int]]
+) -> None:
+    schedule = BatchSizeSchedule(thresholds, 1001, tokens_per_sample=T)
+    steps, scope = exports.first_steps(schedule), {}
+    exec(exports.lines("huggingface", schedule, micro_batch=2), scope)
+    decay = {"num_decay_steps": 30, "decay_type": "linear", "min_lr_ratio": 0.1}
+    how = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
+    how |= {"warmup_steps": 0, "logging_steps": 1, "data": samples(4 * steps)}
+    trainer = following(tmp_path, scope["batch"], scope["gns"], max_steps=steps, **how)
+    trained(trainer)
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    final_rates(trainer.lr_scheduler, rates, scope["batch"].lr_factor)
+
+
+class Wsd(Scheduled):
+    def configure_optimizers(self) -> Any:
+        shape = wsd(STEPS_IN_ALL, decay=STEPS_IN_ALL // 2, final=0.1)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+STEPS_IN_ALL = 12 * EPOCHS // 2  # of 16 samples, two micro-batches each; no short one
+
+
+@pytest.mark.parametrize("thresholds", [[(0, 16)], [(0, 16), (60, 32), (200, 64)]])
+def test_lightnings_decay_ends_with_the_last_token(
+    tmp_path: Path, thresholds: list[tuple[int, int]]
+) -> None:
+    schedule = BatchSizeSchedule(thresholds, 16 * STEPS_IN_ALL, 1)
+    module, batch = Wsd("step"), ScheduledBatchSize(schedule, micro_batch=8)
+    trainer, _ = fit(tmp_path, module, [], controller=batch, loader=Epochs(data(12)))
+    assert exports.first_steps(schedule) == STEPS_IN_ALL
+    final_rates(trainer.lr_scheduler_configs[0].scheduler, module.rates, batch.lr_factor)
 
 
 def test_a_training_that_ends_before_its_schedule(tmp_path: Path) -> None:

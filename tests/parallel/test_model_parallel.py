@@ -94,12 +94,27 @@ def text_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def split_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The usual plan: vocabulary, heads and features split; norms see their share of the tokens."""
+def split_heads(model: nn.Module, mesh: DeviceMesh, logits: Shard | None = None) -> nn.Module:
+    """The usual plan: vocabulary, heads and features split; norms see their share of the tokens.
+    The ``logits`` are gathered, or stay split.
+    """
     split, whole = Shard(1), Replicate()
-    inputs = PrepareModuleInput(input_layouts=split, desired_input_layouts=whole)
     plan = {
         "tokens": RowwiseParallel(input_layouts=whole, output_layouts=split),
+        **split_block(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=logits or whole, use_local_output=logits is None
+        ),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def split_block() -> dict[str, Any]:
+    """The plan of a block that gets and returns a share of the tokens."""
+    split = Shard(1)
+    inputs = PrepareModuleInput(input_layouts=split, desired_input_layouts=Replicate())
+    return {
         "block.before": SequenceParallel(),
         "block.attention": inputs,
         **{f"block.attention.{p}": ColwiseParallel() for p in "qkv"},
@@ -107,10 +122,7 @@ def split_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "block.norm": SequenceParallel(),
         "block.up": ColwiseParallel(input_layouts=split),
         "block.down": RowwiseParallel(output_layouts=split),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=whole),
     }
-    return parallelize_module(model, mesh, plan)
 
 
 def llama() -> Any:

@@ -279,3 +279,39 @@ def test_documents_are_learnt() -> None:
         model(document).square().sum().backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(norms[name][b], p.grad.square().sum())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_results_of_next_tokens(rows: int) -> None:
+    """Models that return losses of next tokens have one result less in each row than tokens."""
+
+    class NextTokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, D), nn.Linear(D, 9)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits = self.head(self.embed(ids))[:, :-1]
+            return nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+
+    ids = torch.randint(9, (rows, 12 // rows))
+    table = gnsfast.learn(NextTokens(), ids, cu_seqlens=torch.tensor([0, 2, 5, 6, 9, 12]))
+    assert table.covered_fraction == 1 and not table.left_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_nearly_alike(seed: int) -> None:
+    """Two rows of a sample, and a head whose rows hardly differ: it alone would not show whose."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, D), nn.Linear(D, 1, bias=False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(1 + 1e-5 * self.embed(ids)[:, -1])
+
+    torch.manual_seed(seed)
+    table = gnsfast.learn(Scores(), torch.randint(9, (8, 3)), take=2)
+    assert not table.left_out
+    assert str(table).count("interleaved rows of dimension 0") == 2

@@ -53,6 +53,11 @@ class Settings:
         return (self.batch_size,)
 
     @property
+    def shrinks(self) -> bool:
+        """Whether the run may go from a batch size to a smaller one."""
+        return False
+
+    @property
     def rules(self) -> Rules:
         """By which hyperparameters follow the batch size."""
         return Rules(self.lr, self.betas, self.weight_decay)
@@ -97,6 +102,11 @@ class ScheduleSettings(Settings):
     """The settings of ``ScheduledBatchSize``."""
 
     thresholds: list[list[int]]
+
+    @property
+    def shrinks(self) -> bool:
+        sizes = [size for _, size in self.thresholds]
+        return sizes != sorted(sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -215,8 +225,15 @@ class ChangingBatchSize(ABC):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError where an optimizer could not follow to all batch sizes to come."""
+        rules = self.settings.rules
         for size in self.settings.sizes:
-            self.settings.rules.check(optimizer, size / self.batch_size)
+            rules.check(optimizer, size / self.batch_size)
+            if self.settings.shrinks and rules.floored(optimizer, size / self.batch_size):
+                raise ValueError(
+                    f"a batch of {size:,} samples puts beta2 on its floor, from which a batch that "
+                    "shrinks again could not bring it back: pass betas='keep', or let the batch "
+                    "only grow"
+                )
 
     def apply(
         self, decision: Decision, optimizer: torch.optim.Optimizer, *, lr: bool = True

@@ -14,7 +14,9 @@ from gnsfast.critical_batch.control.changing import (
     Settings,
     micro_batch_of,
 )
+from gnsfast.critical_batch.control.token_schedules import Shape
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor, RunIdentity
+from gnsfast.critical_batch.seesaw import falls
 from gnsfast.interval import NOT_KNOWN, Interval
 from gnsfast.noise_scale import (
     METRICS,
@@ -45,6 +47,7 @@ class ControllerSettings(Settings):
     patience: int
     check_every: int
     over: float
+    falls: list[int] | None
 
     def __post_init__(self) -> None:
         for name in ("patience", "check_every"):
@@ -77,12 +80,23 @@ class ControllerSettings(Settings):
             up.append(up[-1] * self.growth)
         return (*down[:0:-1], *up)
 
+    @property
+    def shrinks(self) -> bool:
+        return self.min_batch_size is not None
+
     def smaller(self, batch_size: int) -> int | None:
         """The batch size that one of ``batch_size`` may shrink to, if any."""
         if self.min_batch_size is None or batch_size % (self.growth * self.samples_at_once):
             return None
         size = batch_size // self.growth
         return size if size >= self.min_batch_size else None
+
+    def due(self, batch_size: int, tokens: int) -> bool:
+        """Whether the learning rate has fallen far enough for a growth to ``batch_size``."""
+        if self.falls is None:
+            return True
+        growths = round(math.log(batch_size / self.batch_size, self.growth))
+        return growths <= sum(fall <= tokens for fall in self.falls)
 
     def check_batch(self, batch_size: int) -> None:
         super().check_batch(batch_size)
@@ -203,6 +217,9 @@ class BatchSizeController(ChangingBatchSize):
         over: warn where the batch size exceeds the estimate times this, again each time that the
             excess has doubled, and anew once it has recovered. The whole interval must be below the
             batch size, as for the verdict "too large" of ``gnsfast.flag``.
+        shape: the schedule of the learning rate (``lr_lambda(shape)``). With it the batch size
+            grows only where the learning rate has fallen by another ``growth`` (``seesaw``), once
+            the noise scale allows it. Most schedules fall late: say ``warm_up_until=1.0``.
         data_parallel, micro_batch: processes, and samples of a micro-batch on each, by default the
             first batch in one piece. Every batch size is a multiple of their product.
 
@@ -256,6 +273,7 @@ class BatchSizeController(ChangingBatchSize):
         patience: int = 3,
         check_every: int | None = None,
         over: float = OVER,
+        shape: Shape | None = None,
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
@@ -279,6 +297,7 @@ class BatchSizeController(ChangingBatchSize):
             patience=patience,
             check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
             over=over,
+            falls=None if shape is None else falls(shape, total_tokens, growth),
             data_parallel=data_parallel,
             micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
         )
@@ -352,6 +371,7 @@ class BatchSizeController(ChangingBatchSize):
         verdict = verdict_on(B, critical, s.growth)
         too_large = e.may_warn and verdict == "too large"
         growing = self.phase == "warm up" or (len(s.sizes) == 1 and not self._capped)
+        growing = growing and s.due(larger, self.tokens)
         counted = {
             "grow": growing and e.may_grow and verdict == "too small",
             "shrink": smaller is not None and too_large,
