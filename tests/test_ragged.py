@@ -150,6 +150,50 @@ def test_micro_batches() -> None:
         assert getattr(together, name) == pytest.approx(getattr(apart, name), rel=1e-5)
 
 
+class Sequences(nn.Module):
+    """The last states of sequences of unequal lengths, packed or padded."""
+
+    def __init__(self, cells: nn.Module) -> None:
+        super().__init__()
+        self.cells, self.head, self.packs = cells, nn.Linear(D, 2), True
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pack = nn.utils.rnn.pack_padded_sequence
+        if self.packs:
+            states = self.cells(pack(x, lengths, batch_first=True, enforce_sorted=False))[1]
+            last = states[0][-1] if isinstance(states, tuple) else states[-1]
+        else:
+            last = self.cells(x)[0][torch.arange(len(x)), lengths - 1]
+        out: Tensor = self.head(last)
+        return out
+
+
+def test_trajectories() -> None:
+    """Steps of episodes as one list, and the mean over all steps: tokens has their numbers."""
+    model = nn.Sequential(nn.Linear(3, D), nn.Tanh(), nn.Linear(D, 1))
+    lengths, results = torch.tensor(NODES), []
+    owner = torch.repeat_interleave(torch.arange(5), lengths)
+    for packed in (True, False):
+        torch.manual_seed(2)
+        gns = gnsfast.GradientNoiseScale(model)
+        for _ in range(5):
+            steps, order = torch.randn(20, 3), torch.randperm(20)
+            if packed:
+                with gns.update(5, rows=owner[order], tokens=lengths):
+                    model(steps[order]).square().mean().backward()
+            else:
+                with gns.update():
+                    for part in steps.split(NODES):
+                        own = torch.tensor([len(part)])
+                        with gns.microbatch(1, tokens=own, scale=len(part) / 20):
+                            (model(part[None]).square().sum() / 20).backward()
+            model.zero_grad()
+        results.append(gns.compute())
+    for name in ("noise_scale", "trace", "grad_sqnorm", "lower", "upper"):
+        packed_result, alone = (getattr(result, name) for result in results)
+        assert packed_result == pytest.approx(alone, rel=1e-5)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("rows", "message"),
@@ -177,6 +221,22 @@ class TestErrors:
             gnsfast.per_sample_sqnorms(
                 nn.Linear(2, 1), 2, rows=torch.tensor([0, 1, 1]), cu_seqlens=torch.tensor([0, 1, 3])
             )
+
+    @pytest.mark.parametrize("cells", [nn.LSTM, nn.GRU, nn.RNN])
+    def test_a_packed_sequence(self, cells: Any) -> None:
+        """It is left out with the line to write, which is measured, and gives the same numbers."""
+        model = Sequences(cells(3, D, batch_first=True))
+        x, lengths = torch.randn(4, 7, 3), torch.tensor([7, 3, 5, 2])
+        outputs = []
+        for model.packs in (True, False):
+            with gnsfast.per_sample_sqnorms(model, 4) as norms:
+                outputs.append(model(x, lengths))
+                outputs[-1].square().sum().backward()
+            why = {r.parameter: r.reason for r in gnsfast.coverage(model).rows}
+            assert ("cells.weight_ih_l0" in norms) is not model.packs
+            assert ("Give the padded batch" in why["cells.weight_ih_l0"]) is model.packs, why
+            gnsfast.configure(model)  # begins anew
+        torch.testing.assert_close(*outputs)
 
     def test_rows_without_a_map(self) -> None:
         model, batch = GraphNet(), graphs()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
+from gnsfast.following.layouts import ANY_NUMBER, RAGGED, SHARED, UNKNOWN, Layout, Lengths, Place
 from gnsfast.functional import Groups, Link, RowMap
 from gnsfast.torch_internals import in_backward, pytree, unfollowed
 
@@ -42,6 +42,11 @@ class Row(NamedTuple):
     def is_like(self, other: "Row") -> bool:
         """Whether the samples lie in the same way, of any number of rows and of any size."""
         return _any_rows(self) == _any_rows(other)
+
+    def suits(self, has_rows: bool) -> bool:
+        """Whether it is of a batch of the same kind: one that ``has_rows`` of unequal numbers."""
+        places = (*self.arguments, *self.results)
+        return not any(isinstance(p, Layout) if has_rows else p == RAGGED for p in places)
 
     @property
     def is_use(self) -> bool:
@@ -188,6 +193,11 @@ class Leaf:
             self.twin = self.whole.twin = None
 
     @property
+    def has_owners(self) -> bool:
+        """Whether the user tells whose each row is."""
+        return self.is_ragged and not self.maps[0].is_list
+
+    @property
     def lanes(self) -> int:
         """How many parts of the batch ``steps`` tell apart: samples, or the rows that hold packed
         documents.
@@ -228,7 +238,7 @@ class Leaf:
         known = [rows[number % len(rows)] for rows in self.batches if rows]
         named = [row for row in known if row.name == name]
         for row in named:
-            if len(named) == 1 or fits(row):
+            if len(named) == 1 or (row.suits(self.has_owners) and fits(row)):
                 return row
         return self.by_name.get(name) or Row(name)
 

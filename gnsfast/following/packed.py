@@ -3,12 +3,13 @@
 and rows whose samples the user tells.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gnsfast import reasons
 from gnsfast.following.checkpoints import recomputing, saves_nothing
 from gnsfast.following.layouts import ALONE, FIRST, RAGGED, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
@@ -67,21 +68,14 @@ def leading(shape: torch.Size, size: int) -> int:
     return next(k for k in range(1, len(shape) + 1) if shape[:k].numel() == size)
 
 
-def why_not(x: Tensor, leaf: Leaf) -> str:
-    """Why the samples of ``x`` are not known in a ragged batch."""
-    where = f"its input of shape {list(x.shape)} does not hold the"
-    if leaf.maps[0].is_list:
-        tokens = leaf.maps[0].size
-        return f"{where} {tokens} tokens of the packed documents in its leading dimensions"
-    return f"{where} rows of any map. {for_these(leaf)}"
-
-
-def for_these(leaf: Leaf) -> str:
-    """What to write where a tensor has other rows than the maps of ``rows=``."""
-    sizes = ", ".join(str(each.size) for each in leaf.maps)
-    return (
-        f"Those of rows= have {sizes} rows: give one for these rows too, "
-        "rows=[owner, owner_of_these]"
+def unmapped(function: str, data: Sequence[Tensor], leaf: Leaf) -> str:
+    """Why the samples of ``data`` in a call are not known in a ragged batch."""
+    is_packed = any(each.is_list for each in leaf.maps)
+    reason = reasons.OTHER_TOKENS if is_packed else reasons.OTHER_ROWS
+    return reason.text(
+        function=function,
+        shapes=", ".join(str([*t.shape]) for t in data),
+        sizes=", ".join(str(each.size) for each in leaf.maps),
     )
 
 

@@ -12,7 +12,7 @@ from gnsfast.errors import first_line
 from gnsfast.following.functions import ELEMENTWISE, RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
-from gnsfast.following.packed import alone, for_these, in_pass
+from gnsfast.following.packed import alone, in_pass, unmapped
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
 from gnsfast.functional import backward_pass, passed_on
 from gnsfast.tensors import tensors_of
@@ -208,11 +208,10 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return reasons.WRITES.text(**facts)
     if drew:
         return reasons.DRAWS.text(**facts)
-    results = f"{facts['shapes']} -> {[list(t.shape) for t in flat]}"
-    if any(rows.is_list for rows in leaf.maps):
-        return f"{call.name} has no norms for packed documents here, {results}"
+    if call.name in RECURRENT and call.leaves[1].ndim == 1:  # the numbers of sequences in each step
+        return reasons.PACKED_SEQUENCE.text(**facts)
     if leaf.is_ragged:
-        return f"{call.name} takes rows of no map, {results}. {for_these(leaf)}"
+        return unmapped(call.name, data, leaf)
     if not leaf.is_learned:
         return reasons.NO_BATCH.text(**facts)
     if any(t.ndim for t in data):

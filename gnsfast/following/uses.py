@@ -337,7 +337,7 @@ def _begun(
         segments = packed.Segments.of(shape[: len(shape) - features], leaf)
         if segments is None:
             layout = None
-            leaf.fail(packed.why_not(x, leaf))
+            leaf.fail(packed.unmapped(name, [x], leaf))
     if layout is None:
         if not compiling():
             leaf.uncount()  # the next kind of function looks for the same row

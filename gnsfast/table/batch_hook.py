@@ -52,7 +52,8 @@ class BatchHook:
         table, several = followed.table, samples > 1 or bool(followed.structure.groups)
         trains = followed.structure.model.training
         is_new = table is None or not table.batches or (trains and not table.is_trained)
-        return ragged is not None or (is_new and several)
+        is_other = table is not None and not table.has_even  # no batch of a row for each sample
+        return ragged is not None or is_other or (is_new and several)
 
     def remove(self) -> None:
         """See no batch any more."""
@@ -82,11 +83,7 @@ class BatchHook:
             for leaf in followed.leaves:
                 leaf.rows = rows
             table = followed.table
-            if (
-                table is not None
-                and table.has_documents
-                and (table.is_trained or not module.training)
-            ):
+            if table is not None and table.has_ragged and (table.is_trained or not module.training):
                 return
         self._handle.remove()  # compiled code goes on in eager mode to the end of the block
         model = followed.structure.model

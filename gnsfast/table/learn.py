@@ -416,9 +416,10 @@ def _assembled(
         frozenset() if proof.reason else frozenset(hidden & doubtful.keys() & left_out.keys()),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
-        shown.rtol > 1e-2,
-        followed.structure.model.training,
-        ragged is not None,
+        is_half=shown.rtol > 1e-2,
+        is_trained=followed.structure.model.training,
+        has_ragged=ragged is not None,
+        has_even=ragged is None,
     )
 
 

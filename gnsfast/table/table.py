@@ -29,8 +29,9 @@ class Table:
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
     of elements, and the squared norms of the samples' gradients, added up over the few samples.
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
-    mode, ``has_documents``: and for packed documents, or another ragged batch. ``loss`` is
-    ``"proven"`` of a loss that ``learn(loss=...)`` was given, or why it is not; empty without one.
+    mode. ``has_ragged`` and ``has_even``: it was learnt from packed documents or another ragged
+    batch, and from one in which each sample is as many rows. ``loss`` is ``"proven"`` of a loss
+    that ``learn(loss=...)`` was given, or why it is not; empty without one.
     """
 
     model: str
@@ -43,8 +44,9 @@ class Table:
     sqnorms: Mapping[str, float] = field(default_factory=dict)
     is_half: bool = False
     is_trained: bool = False
-    has_documents: bool = False
+    has_ragged: bool = False
     loss: str = ""
+    has_even: bool = True
 
     def __or__(self, other: "Table") -> "Table":
         """The table of both batches. A parameter is measured if one of them proves it and none
@@ -75,7 +77,8 @@ class Table:
             sqnorms={**other.sqnorms, **self.sqnorms},
             is_half=self.is_half or other.is_half,
             is_trained=self.is_trained or other.is_trained,
-            has_documents=self.has_documents and other.has_documents,
+            has_ragged=self.has_ragged or other.has_ragged,
+            has_even=self.has_even or other.has_even,
             loss=next(
                 (loss for loss in (self.loss, other.loss) if loss not in (PROVEN, "")),
                 self.loss or other.loss,
