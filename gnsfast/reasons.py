@@ -133,8 +133,8 @@ PACKED_SEQUENCE = Reason(
     RAGGED,
 )
 OTHER_TOKENS = Reason(
-    "{function} takes it with data of shape {shapes}, and it has no norms for packed documents "
-    "there: its leading dimensions are not their {sizes} tokens, or it has no kernel",
+    "{function} has no norms for packed documents with data of shape {shapes}: the leading "
+    "dimensions do not hold their {sizes} tokens, or the function has no kernel for them",
     "A function without a kernel may take the tokens as one list [N, features], and "
     "rows=owner in the place of cu_seqlens, with the document of each token",
     RAGGED,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ragged
 import torch
+import torch.distributed as dist
 from oracle import assert_norms
 from processes import each, spawn
 from ragged import GraphNet, loop, loss_of
@@ -29,7 +30,9 @@ def replicated(rank: int) -> None:
     """The noise scale is that of the graphs of both processes in a loop."""
     plain = GraphNet()
     model = DistributedDataParallel(copy.deepcopy(plain))
-    gns, alone = gnsfast.GradientNoiseScale(model), gnsfast.GradientNoiseScale(plain)
+    gns = gnsfast.GradientNoiseScale(model)
+    by_itself, _ = dist.new_subgroups(group_size=1)
+    alone = gnsfast.GradientNoiseScale(plain, process_group=by_itself)
     for step in range(3):
         batches = [draw(2 * step + other) for other in range(2)]
         with alone.update():
