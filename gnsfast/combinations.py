@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable
 from itertools import combinations
 
-DOCUMENTS = "documents of packed rows (cu_seqlens)"
+DOCUMENTS = "samples of unequal numbers of rows (cu_seqlens, rows)"
 MICRO_BATCHES = "noise from micro-batches (metric='adam', 'sign', 'spectral')"
 GROUPS = "groups of samples (or clusters)"
 TIED = "a weight that it shares"

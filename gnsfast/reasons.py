@@ -22,6 +22,7 @@ MEETING = "what-has-no-per-sample-gradient"
 WEIGHTS = "a-penalty-on-the-weights"
 KERNELS = "kernels-that-are-not-torchs"
 FUNCTIONS = "functions-to-write-in-another-way"
+RAGGED = "samples-of-unequal-length"
 
 TAKE = "gnsfast.learn(model, batch, take=lambda batch, samples: ...)"
 """The line by which a user says where the samples are."""
@@ -123,6 +124,26 @@ DRAWS = Reason(
     "{function} draws random numbers with it, and a sample alone would get other ones",
     "Draw them in a layer of their own, such as single LSTM layers with torch.nn.Dropout between",
     FUNCTIONS,
+)
+PACKED_SEQUENCE = Reason(
+    "{function} takes it with a sequence of pack_padded_sequence, in which the samples of a time "
+    "step lie side by side, and it is not known whose they are",
+    "Give the padded batch [B, T, features], and read the state of sample b at its last step: "
+    "y[torch.arange(B), lengths - 1]. Later steps then have no loss",
+    RAGGED,
+)
+OTHER_TOKENS = Reason(
+    "{function} has no norms for packed documents with data of shape {shapes}: the leading "
+    "dimensions do not hold their {sizes} tokens, or the function has no kernel for them",
+    "A function without a kernel may take the tokens as one list [N, features], and "
+    "rows=owner in the place of cu_seqlens, with the document of each token",
+    RAGGED,
+)
+OTHER_ROWS = Reason(
+    "{function} takes it with data of shape {shapes}, which has as many rows as no map of rows= "
+    "(they have {sizes})",
+    "Give a map for these rows too, with the sample of each: rows=[owner, owner_of_these]",
+    RAGGED,
 )
 TRANSFORM = Reason(
     "a transform of torch.func, such as vmap, takes it, in which no sample is seen",

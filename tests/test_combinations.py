@@ -27,7 +27,7 @@ from gnsfast.combinations import (
     reason,
 )
 from gnsfast.following import Facts
-from gnsfast.functional import Groups, document_slots
+from gnsfast.functional import Groups, ragged_of
 from gnsfast.probing import ProbeSlab
 
 B = 3
@@ -180,7 +180,7 @@ def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
         with gnsfast.per_sample_sqnorms(model, B):
             (model(case.x) * case.r).sum().backward()
     slab = ProbeSlab(model)
-    documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
+    documents = ragged_of(STARTS, None, B) if DOCUMENTS in features else None
     groups = Groups.of(*MEMBERS) if GROUPS in features else None
     facts = {n: Facts(groups) for n, p in model.named_parameters() if p.requires_grad}
     slab.open(B, documents, facts)

@@ -114,7 +114,10 @@ class TestRefused:
             y = layer(x, *[torch.randn(1, 9, D)] * 2, attn_mask=torch.zeros(8, 9))[0]
             y.sum().backward()
         why = {r.parameter: r.reason for r in gnsfast.coverage(layer).rows}["in_proj_weight"]
-        assert "[9, 1, 8] does not hold the 8 tokens" in why and "in_proj_weight" not in norms
+        assert (
+            "[9, 1, 8]: the leading dimensions do not hold their 8 tokens" in why
+            and "in_proj_weight" not in norms
+        )
 
     def test_a_key_that_all_documents_see(self) -> None:
         model, batch = Attends(add_bias_kv=True), rows_of((1, 24))

@@ -202,6 +202,7 @@ class GradientNoiseScale:
         tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        rows: Any = None,
         groups: Sequence[Any] | Tensor | None = None,
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
@@ -234,6 +235,7 @@ class GradientNoiseScale:
             "tokens": tokens,
             "scale": scale,
             "cu_seqlens": cu_seqlens,
+            "rows": rows,
             "groups": groups,
             "ids": ids,
             "clusters": clusters,
@@ -329,6 +331,7 @@ class GradientNoiseScale:
         tokens: float | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        rows: Any = None,
         groups: Sequence[Any] | Tensor | None = None,
         ids: Sequence[Any] | Tensor | None = None,
         clusters: int | Sequence[Any] | Tensor | None = None,
@@ -354,6 +357,11 @@ class GradientNoiseScale:
                 attend to each other. (Call transformers with ``use_cache=False``, or it drops their
                 mask.) ``tokens`` must then hold a count for each: ``cu_seqlens.diff() - 1`` for
                 next-token losses, 0 for padding.
+            rows: needed if samples have unequal numbers of rows, such as graphs that are batched as
+                one: integers [N] on the CPU, the sample (0 to num_samples - 1) of each row, in any
+                order, or a list or a dictionary of several, for rows of several kinds, such as
+                nodes and edges. A tensor whose first dimension has N rows belongs to the map of N
+                rows. If the loss is a mean over rows, ``tokens`` must hold a count for each sample.
             groups: the name of each sample's group.
             ids: a name for each sample, such as its number in the data set, for ``largest()``.
             clusters: which samples belong together, such as the rollouts of a prompt or the
@@ -375,7 +383,7 @@ class GradientNoiseScale:
                 "of a step, or with gns.update(num_samples): around the only one."
             )
         block = Block(num_samples, self._seen, groups, ids, clusters)
-        return self._measured_pass(block, tokens, scale, cu_seqlens)
+        return self._measured_pass(block, tokens, scale, cu_seqlens, rows)
 
     @contextmanager
     def _measured_pass(
@@ -384,12 +392,13 @@ class GradientNoiseScale:
         tokens: float | Tensor | None,
         scale: float | Tensor | None,
         cu_seqlens: Tensor | None,
+        rows: Any,
     ) -> Iterator[None]:
         with self.dropping_errors():
             loss_factors.check_factors(integer("num_samples", block.num_samples), tokens, scale)
             if self._observer is None:  # the first micro-batch decides
                 self._settings = replace(self._settings, clusters=block.clusters is not None)
-            self._settings.check_block(block, tokens, cu_seqlens)
+            self._settings.check_block(block, tokens, cu_seqlens, rows)
             observer = self._start()
             if observer.is_open:
                 raise ObservationError(
@@ -398,7 +407,7 @@ class GradientNoiseScale:
                 )
             if not observer.midway:
                 observer.begin(self._measured, self._passes)
-            observer.open(block, cu_seqlens)
+            observer.open(block, cu_seqlens, rows)
         guard = Guard()
         try:
             with guard if self._skips else nullcontext():

@@ -24,7 +24,7 @@ from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Settings
 from gnsfast.estimator.side import Block, Setup, Side, joined
 from gnsfast.following import Followed, unwrapped
-from gnsfast.functional import document_slots
+from gnsfast.functional import ragged_of
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
     find_processes,
@@ -200,7 +200,7 @@ class Observer:
         sqnorms = gradients.grad_sqnorms([*self.slab.parameters.values()], self.processes)
         return sqnorms if sqnorms.indices else None
 
-    def open(self, block: Block, cu_seqlens: Tensor | None = None) -> None:
+    def open(self, block: Block, cu_seqlens: Tensor | None = None, rows: Any = None) -> None:
         """Let the next forward and backward pass fill the probes."""
         assert self._passes is not None
         if self.slab.followed.table is not self._table:  # another block has shown it
@@ -216,14 +216,12 @@ class Observer:
                 "gns.microbatch(n, clusters=...) in each, or call gns.reset() to begin anew."
             )
         refuse_context_parallel()
-        slots, documents = block.num_samples, None
-        if cu_seqlens is not None:
-            slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
-            documents = document_slots(cu_seqlens, block.num_samples, slots)
+        ragged = ragged_of(cu_seqlens, rows, block.num_samples, SLOTS)
+        slots = block.num_samples if ragged is None else ragged.slots
         block = block._replace(before=len(self._passes), slots=slots)
         facts = joined([side.open(block) for side in self.sides.values()])
         self.is_open = True  # so that ``discard`` closes what an error leaves open
-        self.slab.open(slots, documents, facts, self._learned)
+        self.slab.open(slots, ragged, facts, self._learned)
         self._start_audit()
         for side in self.sides.values():
             side.start()  # after the audit, which leaves out parameters with hooks

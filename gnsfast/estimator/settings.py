@@ -66,7 +66,7 @@ class Settings:
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
 
-    def check_block(self, block: Any, tokens: Any, cu_seqlens: Any) -> None:
+    def check_block(self, block: Any, tokens: Any, cu_seqlens: Any, rows: Any) -> None:
         """Raise if the arguments of a micro-batch do not go together."""
         if self.local and block.num_samples < 2:
             raise ValueError(
@@ -78,7 +78,7 @@ class Settings:
                 "ids name the samples that GradientNoiseScale(keep_largest=16) keeps, and this one "
                 "keeps none"
             )
-        if cu_seqlens is not None:
+        if cu_seqlens is not None or rows is not None:
             refuse(self.features(documents=True))
         if tokens is not None and getattr(tokens, "ndim", 0) != 1:
             if block.groups is not None or self.clusters:

@@ -17,6 +17,7 @@ from gnsfast.following.functions import numbered as numbered
 from gnsfast.following.functions import of_torch as of_torch
 from gnsfast.following.hooks import Hook as Hook
 from gnsfast.following.layouts import FIRST as FIRST
+from gnsfast.following.layouts import RAGGED as RAGGED
 from gnsfast.following.layouts import SHARED as SHARED
 from gnsfast.following.layouts import UNKNOWN as UNKNOWN
 from gnsfast.following.layouts import Layout as Layout
@@ -29,6 +30,7 @@ from gnsfast.following.leaf import expression_of as expression_of
 from gnsfast.following.model import Followed as Followed
 from gnsfast.following.options import EXCLUDED as EXCLUDED
 from gnsfast.following.options import set_excluded as set_excluded
+from gnsfast.following.owners import Owners as Owners
 from gnsfast.following.owners import mark_made as mark_made
 from gnsfast.following.owners import owners_of as owners_of
 from gnsfast.following.passes import Rows as Rows

@@ -36,7 +36,7 @@ from gnsfast.following.functions import (
     renew_attention,
 )
 from gnsfast.following.kernels import KERNELS, cast_data
-from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
+from gnsfast.following.layouts import RAGGED, SHARED, UNKNOWN, Layout, Place
 from gnsfast.following.leaf import (
     MADE,
     ROWS,
@@ -264,7 +264,7 @@ def prepare_compiler() -> None:
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
 
 
-SIZES = r".*\._gnsfast\..*\.(probe|pair|samples|tokens)"
+SIZES = r".*\._gnsfast\..*\.(probe|pair|samples|size)"
 
 NOT_COMPILED = (
     "gnsfast follows this parameter in eager code only. It meets the data several times, in a "
@@ -373,7 +373,7 @@ def _is_of_parameters(call: Call, row: Row | None, places: dict[int, Place]) -> 
         if any(isinstance(place, Layout) for place in row.arguments):  # of a call that takes data
             return True
     if call.name in CASTS or not call.data_at:
-        return not any(isinstance(place, Layout) for place in results)
+        return not any(isinstance(place, Layout) or place == RAGGED for place in results)
     return all(place == SHARED for place in (*places.values(), *results))
 
 

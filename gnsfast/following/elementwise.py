@@ -9,7 +9,7 @@ from torch import Tensor
 from gnsfast import functional
 from gnsfast.following import packed
 from gnsfast.following.functions import COPIES, IN_PLACE, Call
-from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Owned, Place
+from gnsfast.following.layouts import FIRST, RAGGED, UNKNOWN, Chosen, Layout, Owned, Place
 from gnsfast.following.leaf import (
     MADE,
     ROWS,
@@ -42,6 +42,7 @@ class _Spread(torch.autograd.Function):
         layout: Layout | Chosen | Owned,
         expression: Expression | None,
         rows: int,
+        order: Tensor | None,
     ) -> Tensor:
         ctx.size, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
         ctx.samples = plan.samples(probe)
@@ -49,21 +50,24 @@ class _Spread(torch.autograd.Function):
             plan = Plan(starts=plan.starts, norms_alone=plan.norms_alone)
         owner_N = layout.owner_N if isinstance(layout, Chosen) else None
         ctx.layout = layout if owner_N is None else None
+        ctx.is_sorted = order is not None
         ctx.plan, ctx.expression = plan.without_tensors(), expression
         ctx.use, ctx.shape = None if expression is None else object(), probe.shape
         ctx.rows = rows or 1
-        ctx.save_for_backward(owner_N, *plan.tensors())
+        ctx.save_for_backward(order if owner_N is None else owner_N, *plan.tensors())
         return e.detach().expand(shape)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        owner_N, *saved = tensors
+        owner_N, *saved = tensors  # or the order of ragged rows
         plan = ctx.plan.restored(saved)
         if plan.starts is None:
             g_BTP = of_samples(g, ctx.size, ctx.layout or Chosen(owner_N), ctx.samples)
         else:
             g_BTP = of_tokens(ctx.layout.samples_first(g, ctx.rows), ctx.size)
+            if ctx.is_sorted:
+                g_BTP = g_BTP.unflatten(0, (len(owner_N), -1))[owner_N].flatten(0, 1)
         total, rows = reduced(g_BTP, plan, ctx.dtype)
         if ctx.expression is not None and ctx.expression.is_parted:
             starts = plan.starts
@@ -71,7 +75,7 @@ class _Spread(torch.autograd.Function):
                 leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
             rows = rows.new_zeros(ctx.shape)
         de = None if plan.norms_alone else total.reshape(ctx.size)
-        return de, rows, None, None, None, None, None
+        return de, rows, None, None, None, None, None, None
 
 
 def of_samples(g: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:
@@ -150,13 +154,15 @@ def broadcast(
         layout = places[call.data_at[0]]
     else:
         layout = row.result(0)
+    if leaf.is_ragged and layout == RAGGED:
+        layout = FIRST
     values = [leaves[i] for i in call.parameters_at]
     if isinstance(layout, Chosen):
         if len(shape) < 2 or shape[0] != len(layout.owner_N):
             return None
     elif not isinstance(layout, Layout):
         return None
-    elif leaf.starts is not None and leaf.rows <= 1:  # a single row is in order
+    elif leaf.is_ragged and leaf.rows <= 1:  # a single row is in order
         if not leaf.rows and shape[:1] != (1,):
             return None
     elif not leaf.fits(layout, shape):
@@ -202,7 +208,7 @@ def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
     None where their samples are not known.
     """
     x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
-    if compiling() or leaf.starts is not None or call.parameters_at != [last]:
+    if compiling() or leaf.is_ragged or call.parameters_at != [last]:
         return None
     if not isinstance(layout, Layout) or not leaf.fits(layout, x.shape):
         return None
@@ -236,22 +242,22 @@ def spread_out(
     first = isinstance(layout, Layout) and layout.is_first
     if expression.kind == ROWS and first and (y := _as_rows(e, shape)) is not None:
         return y
-    rows_per_token = 1
-    if leaf.starts is not None and isinstance(layout, Layout):
+    segments = None
+    if leaf.is_ragged and isinstance(layout, Layout):
         rows = layout.samples_first(torch.empty(shape, device="meta"), leaf.rows or 1).shape
         inner = next((k for k, size in enumerate(wide) if size != 1), len(wide)) - len(wide)
-        rows_per_token = packed.rows_of_token(rows[: len(rows) + inner], leaf)
-        if not rows_per_token:
+        segments = packed.Segments.of(rows[: len(rows) + inner], leaf)
+        if segments is None:
             return None
     if compiling() and expression.kind != SAME:
         return None
     if not compiling():
         expression.note_use()
-    plan = plan_for([expression], [e], FIRST, rows_per_token=rows_per_token, joins=False)
-    if isinstance(layout, (Chosen, Owned)):
-        plan = plan._replace(starts=None)
+    starts, order = (None, None) if segments is None else (segments.starts, segments.rows.order)
+    plan = plan_for([expression], [e], FIRST, starts=starts, joins=False)
     joins = None if compiling() else expression
-    spread: Tensor = _Spread.apply(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
+    operands = bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows, order
+    spread: Tensor = _Spread.apply(*operands)
     return beside(bare(e).expand(shape), spread) if plan.norms_alone and not alone else spread
 
 
@@ -280,7 +286,10 @@ def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:
     leaf = expression.leaves[0]
     ids, padding_idx = expression.rows
     B, n = leaf.lanes, len(shape)
-    if shape[0] != B or (leaf.starts is not None and shape[:-1].numel() != leaf.tokens):
+    segments = packed.Segments.of(shape[:-1], leaf) if leaf.is_ragged else None
+    if segments is not None and (segments.rows.order is not None or shape[0] != B):
+        return None
+    if shape[0] != B or (leaf.is_ragged and segments is None):
         return None
     if ids.ndim == n - 1 and ids.shape[0] == 1:
         ids = ids[0]
@@ -289,7 +298,8 @@ def _as_rows(e: Tensor, shape: torch.Size) -> Tensor | None:
     if not compiling():
         leaf.whole.note_use("rows")
     ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
-    plan = plan_for([leaf.whole], [leaf.current], FIRST)
+    starts = None if segments is None else segments.starts
+    plan = plan_for([leaf.whole], [leaf.current], FIRST, starts=starts)
     y, _ = functional.embedding(ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx)
     y = y.expand(shape)
     return beside(bare(e).expand(shape), y) if plan.norms_alone else y

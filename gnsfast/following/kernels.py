@@ -70,10 +70,10 @@ def _linear(
     if use is None:
         return NotImplemented
     leaf, layout, plan, probe = use.leaf, use.layout, use.plan, use.probe
-    dim = layout.dim if isinstance(layout, Layout) and leaf.starts is None else 0
+    dim = layout.dim if isinstance(layout, Layout) and not leaf.is_ragged else 0
     is_plain = x.ndim > 2 and x.shape[1] == leaf.samples
     moved = dim if dim > 1 or (dim == 1 and not is_plain) else 0
-    in_turns = isinstance(layout, Layout) and leaf.starts is None and layout.interleaved > 1
+    in_turns = isinstance(layout, Layout) and not leaf.is_ragged and layout.interleaved > 1
     if moved:
         x, plan = use.data(x).movedim(moved, 0), plan._replace(batch_dim=0)
     elif in_turns and isinstance(layout, Layout):
@@ -404,6 +404,8 @@ def cross_entropy(
     options_of: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
     if isinstance(use.layout, Chosen):  # of which links and padded labels are not served
         labels = labels[use.layout.order_N]
+    elif use.segments is not None and (order := use.segments.rows.order) is not None:
+        labels = labels.flatten()[order]
     else:
         options_of["links"] = _links(weight)
     return use.run(
@@ -418,9 +420,11 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf, shift: bool) -> bo
     """
     if isinstance(layout, Chosen):
         return not (shift or leaf.this_pass.uses or leaf.is_tied)
+    if shift and any(rows.order is not None for rows in leaf.maps):
+        return False
     in_order = layout.dim == 0 and not layout.interleaved
-    is_plain = leaf.starts is None or not (leaf.this_pass.links or leaf.this_pass.uses)
-    needs_order = shift or leaf.starts is not None
+    is_plain = not leaf.is_ragged or not (leaf.this_pass.links or leaf.this_pass.uses)
+    needs_order = shift or leaf.is_ragged
     return in_rows(x, layout, leaf) and is_plain and (in_order or not needs_order)
 
 

@@ -164,4 +164,7 @@ SHARED = "shared"
 UNKNOWN = "unknown"
 """The samples of the tensor were not found."""
 
+RAGGED = "ragged rows"
+"""The samples have unequal numbers of rows, along dimension 0, or the first few together."""
+
 Place = Layout | Chosen | str

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.following.checkpoints import recomputing
-from gnsfast.following.layouts import ANY_NUMBER, SHARED, UNKNOWN, Layout, Lengths, Place
-from gnsfast.functional import Groups, Link
+from gnsfast.following.layouts import ANY_NUMBER, RAGGED, SHARED, UNKNOWN, Layout, Lengths, Place
+from gnsfast.functional import Groups, Link, RowMap
 from gnsfast.torch_internals import in_backward, pytree, unfollowed
 
 compiling = torch.compiler.is_dynamo_compiling
@@ -42,6 +42,11 @@ class Row(NamedTuple):
     def is_like(self, other: "Row") -> bool:
         """Whether the samples lie in the same way, of any number of rows and of any size."""
         return _any_rows(self) == _any_rows(other)
+
+    def suits(self, has_rows: bool) -> bool:
+        """Whether it is of a batch of the same kind: one that ``has_rows`` of unequal numbers."""
+        places = (*self.arguments, *self.results)
+        return not any(isinstance(p, Layout) if has_rows else p == RAGGED for p in places)
 
     @property
     def is_use(self) -> bool:
@@ -119,9 +124,9 @@ class Leaf:
     itself. ``batches`` are for each batch of the table the calls that take it, in their order, and
     ``routes`` the functions in which it meets the data. ``lengths`` say how much longer the samples
     of this pass are. ``probe`` is for uses of this leaf, ``pair`` for those of this leaf and the
-    ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its plans;
-    documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known. All
-    leaves of a model share ``lengths`` and ``notes``. ``recent`` are uses of earlier passes, by the
+    ``next`` one together. ``facts`` are for its plans, and so are ``maps`` of the rows of a batch
+    that ``is_ragged``; packed documents are in ``rows`` rows, 0 where that is not known. All leaves
+    of a model share ``lengths`` and ``notes``. ``recent`` are uses of earlier passes, by the
     number of the function (``uses.begin``). ``made`` are the tensors that are made of it.
     ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not count.
     ``left_out`` says why it has no norms, and ``refused`` why it has none in any table.
@@ -142,8 +147,9 @@ class Leaf:
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
-        self.starts: Tensor | None = None
-        self.tokens = self.rows = 0
+        self.maps: tuple[RowMap, ...] = ()
+        self.is_ragged = False
+        self.rows = 0
         self.recent: dict[tuple[int, int], Any] = {}
         self.made: list[weakref.ref[Tensor]] = []
         self.refused, self.is_opaque = "", False
@@ -187,11 +193,16 @@ class Leaf:
             self.twin = self.whole.twin = None
 
     @property
+    def has_owners(self) -> bool:
+        """Whether the user tells whose each row is."""
+        return self.is_ragged and not self.maps[0].is_list
+
+    @property
     def lanes(self) -> int:
         """How many parts of the batch ``steps`` tell apart: samples, or the rows that hold packed
         documents.
         """
-        return self.samples if self.starts is None else self.rows
+        return self.rows if self.is_ragged else self.samples
 
     def fits(self, layout: Layout, shape: torch.Size) -> bool:
         """Whether the samples may lie so in a tensor of this shape, of a call that takes it."""
@@ -227,7 +238,7 @@ class Leaf:
         known = [rows[number % len(rows)] for rows in self.batches if rows]
         named = [row for row in known if row.name == name]
         for row in named:
-            if len(named) == 1 or fits(row):
+            if len(named) == 1 or (row.suits(self.has_owners) and fits(row)):
                 return row
         return self.by_name.get(name) or Row(name)
 
@@ -249,7 +260,7 @@ class Leaf:
     @property
     def is_tied(self) -> bool:
         """Whether links join its uses. They have no sums of groups of documents."""
-        return self._has_links and (self.starts is None or self.facts.groups is None)
+        return self._has_links and (not self.is_ragged or self.facts.groups is None)
 
     @property
     def is_lost_in_graphs(self) -> bool:
@@ -382,7 +393,7 @@ class Expression:
     def is_parted(self) -> bool:
         """The same where no kernel has all tokens: it has no groups of documents."""
         leaf = self.leaves[0]
-        return self.is_joined or (leaf.starts is not None and leaf.facts is not NOTHING)
+        return self.is_joined or (leaf.is_ragged and leaf.facts is not NOTHING)
 
 
 def twin_of(leaf: Leaf) -> Tensor:

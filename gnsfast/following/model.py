@@ -12,7 +12,7 @@ from gnsfast.following.dispatch import attach, detach, open_beside, prepare_comp
 from gnsfast.following.leaf import Facts, Leaf, Row, nobody
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
-from gnsfast.functional import Documents
+from gnsfast.functional import Ragged
 from gnsfast.torch_internals import gathered_parameters
 
 
@@ -84,7 +84,7 @@ class Followed:
         self,
         samples: int,
         facts: Mapping[str, Facts] = {},
-        documents: Documents | None = None,
+        ragged: Ragged | None = None,
         watcher: Any = None,
         norms_alone: bool = False,
     ) -> None:
@@ -100,7 +100,7 @@ class Followed:
         if watcher is not None:
             self.watcher = weakref.ref(watcher, self._abandoned)
         self.is_open = True
-        self.passes.asked = Asked(samples, facts, documents, norms_alone)
+        self.passes.asked = Asked(samples, facts, ragged, norms_alone)
         try:
             open_beside[0] += norms_alone
             self.passes.begin(self.passes.asked)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents that are packed into the rows of a batch: all rows are one list of tokens."""
+"""Ragged batches: documents that are packed into the rows of a batch, which are one list of tokens,
+and rows whose samples the user tells.
+"""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gnsfast import reasons
 from gnsfast.following.checkpoints import recomputing, saves_nothing
-from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout
+from gnsfast.following.layouts import ALONE, FIRST, RAGGED, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
 from gnsfast.following.owners import owners_of
+from gnsfast.functional import RowMap, map_of
 from gnsfast.torch_internals import dispatch_modes
 
 
@@ -27,14 +31,60 @@ def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[T
     return x, lambda y: y
 
 
-def rows_of_token(shape: torch.Size, leaf: Leaf) -> int:
-    """How many rows each token has in a tensor whose leading dimensions are ``shape``; 0 where they
-    do not hold the tokens of the documents.
+class Segments(NamedTuple):
+    """The rows of a use in the order of their samples: where those of each begin, with all rows of
+    a kernel as one list, and the map that tells the order.
     """
-    for k in range(1, len(shape) + 1):
-        if shape[:k].numel() == leaf.tokens:
-            return shape[k:].numel()
-    return 0
+
+    starts: Tensor
+    rows: RowMap
+
+    @classmethod
+    def of(cls, shape: torch.Size, leaf: Leaf) -> "Segments | None":
+        """Those of a tensor whose leading dimensions are ``shape``; None where it does not hold the
+        rows of the batch.
+        """
+        rows = map_of(leaf.maps, shape)
+        if rows is None:
+            return None
+        each, inner = rows
+        return cls(each.starts if inner == 1 else each.starts * inner, each)
+
+    def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``kernel(x)``, which sees the rows sorted by sample."""
+        order, back = self.rows.order, self.rows.back
+        if order is None or back is None:
+            return kernel(x)
+        lead = leading(x.shape, self.rows.size)
+        y = kernel(rows_at(x.flatten(0, lead - 1), order))
+        if not y.ndim:  # a loss
+            return y
+        in_place: Tensor = rows_at(y, back).unflatten(0, x.shape[:lead])
+        return in_place
+
+
+def leading(shape: torch.Size, size: int) -> int:
+    """How many leading dimensions hold so many rows."""
+    return next(k for k in range(1, len(shape) + 1) if shape[:k].numel() == size)
+
+
+def unmapped(function: str, data: Sequence[Tensor], leaf: Leaf) -> str:
+    """Why the samples of ``data`` in a call are not known in a ragged batch."""
+    is_packed = any(each.is_list for each in leaf.maps)
+    reason = reasons.OTHER_TOKENS if is_packed else reasons.OTHER_ROWS
+    return reason.text(
+        function=function,
+        shapes=", ".join(str([*t.shape]) for t in data),
+        sizes=", ".join(str(each.size) for each in leaf.maps),
+    )
+
+
+def in_pass(place: Place, t: Tensor, leaf: Leaf) -> Place:
+    """Where the samples of the open pass lie in ``t``, of which the table says ``place``."""
+    if place != RAGGED:
+        return place
+    rows = next((each for each in leaf.maps if t.shape[:1] == (each.size,)), None)
+    return UNKNOWN if rows is None or rows.is_list else Chosen(rows.owners())
 
 
 def place_of(place: object, x: Tensor, leaf: Leaf) -> Layout | None:
@@ -46,7 +96,7 @@ def place_of(place: object, x: Tensor, leaf: Leaf) -> Layout | None:
         return place if leaf.rows and fits and plain else None
     # Without a table only one row, or rows along dimension 0, are known to be in order.
     known = leaf.rows == 1 or (x.ndim and x.shape[0] == (leaf.rows or 1))
-    return FIRST if place is None and known else None
+    return FIRST if place in (None, RAGGED) and known else None
 
 
 def alone(t: Tensor, leaf: Leaf) -> Layout | None:
@@ -60,13 +110,15 @@ def owners(x: Tensor, leaf: Leaf, row: Row) -> Tensor | None:
     """The samples of rows that the data have chosen from those of the batch; None where it is not
     as in the table.
     """
-    if leaf.starts is None and leaf.samples == 1:
+    if not leaf.is_ragged and leaf.samples == 1:
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    chosen = owners_of(x, leaf.samples if leaf.starts is None else leaf.tokens)
+    for each in leaf.maps:
+        of_rows = owners_of(x, each.size)
+        if of_rows is not None and of_rows.per_sample:
+            return each.owners()[of_rows.owner_N]
+    chosen = None if leaf.is_ragged else owners_of(x, leaf.samples)
     if chosen is None or not chosen.per_sample:
         return None
-    if leaf.starts is not None:
-        return torch.bucketize(chosen.owner_N, leaf.starts[1:], right=True)
     known = any(leaf.lengths.allows(k, chosen.per_sample) for k in row.chosen)
     return chosen.owner_N if known else None
 

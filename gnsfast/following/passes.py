@@ -14,17 +14,17 @@ from torch import Tensor
 from gnsfast import guard
 from gnsfast.following.leaf import NOTHING, Facts, Leaf, nobody
 from gnsfast.following.sample_gradients import settle
-from gnsfast.functional import Documents
+from gnsfast.functional import Ragged, RowMap
 
 
 class Asked(NamedTuple):
-    """What a block measures: the norms of so many samples, which are documents where they are
-    packed, and the facts of each parameter by name. ``norms_alone``: torch gives the gradients.
+    """What a block measures: the norms of so many samples, the rows that they have in a ``ragged``
+    batch, and the facts of each parameter by name. ``norms_alone``: torch gives the gradients.
     """
 
     samples: int = 0
     facts: Mapping[str, Facts] = {}
-    documents: Documents | None = None
+    ragged: Ragged | None = None
     norms_alone: bool = False
 
 
@@ -96,22 +96,23 @@ class Passes:
 
     def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
         """Begin a pass for some ``leaves``, or for all."""
-        samples, facts, documents, norms_alone = asked
+        samples, facts, ragged, norms_alone = asked
         probes = self._open = self._probes_for(samples, facts)
         some = self.leaves if leaves is None else leaves
         if some:
             some[0].lengths.clear()  # those of all leaves
             some[0].notes.is_unusual = False
-        is_plain = leaves is None and documents is None and not facts
+        is_plain = leaves is None and ragged is None and not facts
         is_like = not some or some[0].norms_alone is norms_alone
         if not (is_plain and is_like and probes is self._bound):  # else it is like the pass before
-            starts = None if documents is None else documents.starts
+            maps: dict[torch.device, tuple[RowMap, ...]] = {}
             for leaf in some:
                 leaf.recent.clear()
                 leaf.facts = facts.get(leaf.name, NOTHING)
-                if starts is not leaf.starts:
-                    leaf.starts = starts if starts is None else starts.to(leaf.current.device)
-                    leaf.tokens = 0 if documents is None else documents.tokens
+                device, leaf.is_ragged = leaf.current.device, ragged is not None
+                if ragged is not None and device not in maps:
+                    maps[device] = ragged.to(device)
+                leaf.maps = maps.get(device, ())
                 leaf.probe, leaf.pair = probes[2 * leaf.index : 2 * leaf.index + 2]
                 leaf.samples, leaf.norms_alone = samples, norms_alone
                 leaf.probe.grad = leaf.pair.grad = None
@@ -123,9 +124,9 @@ class Passes:
         for leaf in some:
             leaf.open()
 
-    def begin_trial(self, samples: int, documents: Documents | None = None) -> None:
+    def begin_trial(self, samples: int, ragged: Ragged | None = None) -> None:
         """Begin a pass of our own, for all leaves."""
-        asked = self.asked._replace(samples=samples, facts={}, documents=documents)
+        asked = self.asked._replace(samples=samples, facts={}, ragged=ragged)
         self.begin(asked, self.leaves)
 
     def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[Tensor]:

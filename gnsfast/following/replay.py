@@ -12,7 +12,7 @@ from gnsfast.errors import first_line
 from gnsfast.following.functions import ELEMENTWISE, RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Leaf, Row
-from gnsfast.following.packed import alone
+from gnsfast.following.packed import alone, in_pass, unmapped
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, streamed
 from gnsfast.functional import backward_pass, passed_on
 from gnsfast.tensors import tensors_of
@@ -137,7 +137,9 @@ def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
 
 def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
-    B, leaves = leaf.lanes, call.leaves
+    leaves, is_packed = call.leaves, any(rows.is_list for rows in leaf.maps)
+    B = leaf.lanes if is_packed else leaf.samples
+    places = {i: in_pass(place, leaves[i], leaf) for i, place in places.items()}
     again = Replay(call, places, B)
     versions = [*map(_version, leaves)]
     drawn = chance_of(leaves)
@@ -156,7 +158,7 @@ def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) ->
         _fits(place, t, leaf) for place, t in data + results_with_grad
     )
     is_known &= not any(t is x for t in flat for x in leaves)
-    if is_written or drew or leaf.starts is not None or not is_known:
+    if is_written or drew or is_packed or not is_known:
         why = _why_not(call, flat, leaf, is_written, drew)
         for expression in call.expressions:
             expression.fail(why)
@@ -177,7 +179,8 @@ def _results(
     results: list[Place] = [
         (alone(t, leaf) or UNKNOWN) if row is None else row.result(k) for k, t in enumerate(flat)
     ]
-    return [place if isinstance(place, Layout) else UNKNOWN for place in results]
+    results = [in_pass(place, t, leaf) for place, t in zip(results, flat)]
+    return [place if isinstance(place, (Layout, Chosen)) else UNKNOWN for place in results]
 
 
 def _version(t: Any) -> int:
@@ -192,7 +195,7 @@ def _is_empty(call: Call, leaf: Leaf) -> bool:
 
 def _fits(place: Place, t: Tensor, leaf: Leaf) -> bool:
     """Whether the samples lie in a tensor as ``place`` says."""
-    if isinstance(place, Layout):
+    if isinstance(place, Layout) and not leaf.is_ragged:
         return leaf.fits(place, t.shape)
     return place != UNKNOWN
 
@@ -205,9 +208,10 @@ def _why_not(call: Call, flat: list[Tensor], leaf: Leaf, is_written: bool, drew:
         return reasons.WRITES.text(**facts)
     if drew:
         return reasons.DRAWS.text(**facts)
-    if leaf.starts is not None:
-        results = [list(t.shape) for t in flat]
-        return f"{call.name} has no norms for packed documents here, {facts['shapes']} -> {results}"
+    if call.name in RECURRENT and call.leaves[1].ndim == 1:  # the numbers of sequences in each step
+        return reasons.PACKED_SEQUENCE.text(**facts)
+    if leaf.is_ragged:
+        return unmapped(call.name, data, leaf)
     if not leaf.is_learned:
         return reasons.NO_BATCH.text(**facts)
     if any(t.ndim for t in data):

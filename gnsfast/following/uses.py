@@ -118,18 +118,16 @@ def plan_for(
     values: list[Tensor],
     layout: Layout,
     transposed: bool = False,
-    rows_per_token: int = 1,
+    starts: Tensor | None = None,
     joins: bool = True,
 ) -> Plan:
     """The plan of a use, which ``joins`` others of the same parameters in backward. A plan knows
-    samples in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same.
-    Packed documents have ``rows_per_token`` rows for each of them.
+    samples in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same. The
+    rows of a ragged batch have ``starts``.
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
-    dim, starts = (dim, None) if leaf.starts is None else (0, leaf.starts)
-    if starts is not None and rows_per_token > 1:
-        starts = starts * rows_per_token
+    dim = 0 if leaf.is_ragged else dim
     if is_dtensor(values[0]):
         if not compiling() and any(e.is_joined for e in expressions):
             leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
@@ -177,7 +175,7 @@ def _is_compiled(expression: Expression) -> bool:
 class Use(NamedTuple):
     """A use that a kernel serves, of what ``expressions`` are. ``leaf`` is the first of its
     parameters in the model. ``lengths`` are the sizes of a sample that it shows (``Lengths``), and
-    ``rows`` how many rows a sample has where it has several.
+    ``rows`` how many rows a sample has where it has several. ``segments`` are those of ragged ones.
     """
 
     leaf: Leaf
@@ -187,6 +185,7 @@ class Use(NamedTuple):
     expressions: list[Expression]
     lengths: frozenset[tuple[int, int]]
     rows: int
+    segments: packed.Segments | None = None
 
     @property
     def recurs(self) -> bool:
@@ -223,10 +222,10 @@ class Use(NamedTuple):
             order_N = self.layout.order_N
             y = kernel(packed.rows_at(x, order_N))
             return packed.rows_at(y, order_N.argsort()) if y.ndim else y
-        if self.leaf.starts is None:
+        if self.segments is None:
             return kernel(x)
         x, back = packed.in_order(x, self.layout, self.leaf)
-        return back(kernel(x))
+        return back(self.segments.run(kernel, x))
 
 
 class Recent(NamedTuple):
@@ -261,7 +260,7 @@ def in_first(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     """Samples of consecutive rows in dimension 0, no packed documents."""
     if isinstance(layout, Chosen):
         return False
-    return layout.dim == 0 and not layout.interleaved and leaf.starts is None
+    return layout.dim == 0 and not layout.interleaved and not leaf.is_ragged
 
 
 def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -> bool:
@@ -271,7 +270,7 @@ def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -
     """
     if isinstance(layout, Chosen):
         return features == 1
-    if leaf.starts is not None:
+    if leaf.is_ragged:
         return True
     lead = x.ndim - features
     if layout.dim >= lead:
@@ -330,18 +329,15 @@ def _begun(
         return None
     leaf = first_leaf(expressions)
     layout, then = _place(leaf, name, x, place)
-    rows_per_token = 1
+    segments = None
     if layout is None or not takes(x, layout, leaf):
         layout = None
-    elif leaf.starts is not None and isinstance(layout, Layout):
+    elif leaf.is_ragged and isinstance(layout, Layout):
         shape = packed.in_order(x, layout, leaf)[0].shape
-        rows_per_token = packed.rows_of_token(shape[: len(shape) - features], leaf)
-        if not rows_per_token:
+        segments = packed.Segments.of(shape[: len(shape) - features], leaf)
+        if segments is None:
             layout = None
-            leaf.fail(
-                f"its input of shape {list(x.shape)} does not hold the {leaf.tokens} tokens of the "
-                "packed documents in its leading dimensions"
-            )
+            leaf.fail(packed.unmapped(name, [x], leaf))
     if layout is None:
         if not compiling():
             leaf.uncount()  # the next kind of function looks for the same row
@@ -350,17 +346,16 @@ def _begun(
     if not compiling():
         leaf.is_half |= x.is_floating_point() and x.dtype.itemsize < 4
         leaf.is_half |= leaf.norms_alone and any_autocast()  # torch's gradients may be
-    in_order = isinstance(layout, Chosen) and (
-        leaf.starts is not None or not _is_padded(expressions)
-    )
+    in_order = isinstance(layout, Chosen) and (leaf.is_ragged or not _is_padded(expressions))
     if not compiling():
         for expression in expressions:
             expression.note_use("" if in_order else name)
     dim = layout if isinstance(layout, Layout) else FIRST
-    plan = plan_for(expressions, values, dim, transposed, rows_per_token)
+    starts = None if segments is None else segments.starts
+    plan = plan_for(expressions, values, dim, transposed, starts)
     if isinstance(layout, Chosen) and in_order:
         plan = plan._replace(starts=layout.starts(leaf.samples))
-    return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows)
+    return Use(leaf, layout, plan, probe_of(expressions), expressions, lengths, rows, segments)
 
 
 NO_LENGTHS: frozenset[tuple[int, int]] = frozenset()
@@ -372,7 +367,7 @@ def _lengths(
     """What a use shows of the lengths of the samples, and how many rows each has where it has
     several.
     """
-    if isinstance(layout, Chosen) or leaf.starts is not None:
+    if isinstance(layout, Chosen) or leaf.is_ragged:
         return NO_LENGTHS, 0
     if layout.several:
         return NO_LENGTHS, x.shape[layout.dim] // max(leaf.samples, 1)
@@ -416,7 +411,7 @@ def _place(
         return None if owner_N is None else Chosen(owner_N), ()
     if row is not None:
         layout = row.argument(place)
-    if leaf.starts is not None:
+    if leaf.is_ragged:
         return packed.place_of(layout, x, leaf), ()
     if row is None or not row.arguments:
         layout = FIRST if name in OURS and leaf.samples > 1 else packed.alone(x, leaf)

@@ -26,10 +26,12 @@ from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._linear import linear
 from gnsfast.functional._links import Link as Link
 from gnsfast.functional._norms import layer_norm, rms_norm
-from gnsfast.functional.documents import Documents as Documents
-from gnsfast.functional.documents import cu_seqlens as cu_seqlens
-from gnsfast.functional.documents import document_slots as document_slots
 from gnsfast.functional.plan import Plan
+from gnsfast.functional.ragged import Ragged as Ragged
+from gnsfast.functional.ragged import RowMap as RowMap
+from gnsfast.functional.ragged import cu_seqlens as cu_seqlens
+from gnsfast.functional.ragged import map_of as map_of
+from gnsfast.functional.ragged import ragged_of as ragged_of
 from gnsfast.ops import Groups
 
 __all__ = [

@@ -16,8 +16,8 @@ Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 import torch
 from torch import Tensor
 
-from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Plan
+from gnsfast.functional.ragged import documents_of_rows
 
 Link = tuple[Tensor, Tensor, Tensor]
 """An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]. With

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.following import Followed, unwrapped
-from gnsfast.functional import document_slots
+from gnsfast.functional import ragged_of
 from gnsfast.probing import checks
 from gnsfast.probing.audit import ArrivedNorms, Audit
 from gnsfast.probing.slab import ProbeSlab, calls_of
@@ -64,6 +65,11 @@ class per_sample_sqnorms:
             the end of the last. ``gnsfast.cu_seqlens`` makes them from position ids. Documents
             beyond ``num_samples`` are padding. Documents must not attend to each other, so the
             attention mask must be block-diagonal. Two more passes of the first batch see to it.
+        rows: needed if samples have unequal numbers of rows, such as graphs that are batched as
+            one: integers [N] on the CPU, the sample (0 to num_samples - 1) of each row, in any
+            order, or a list or a dictionary of several, for rows of several kinds, such as nodes
+            and edges. A tensor whose first dimension has N rows belongs to the map of N rows.
+            Tensors with a row for each sample need no map.
         audit: compares the gradient that arrives at each parameter with what was measured, in the
             ``"first"`` pass of a model or ``"always"``. It finds functions that torch does not
             show, and reads the gradients once more. Parameters that are sharded or have a user's
@@ -110,6 +116,7 @@ class per_sample_sqnorms:
         num_samples: int,
         *,
         cu_seqlens: Tensor | None = None,
+        rows: Any = None,
         audit: str = "first",
         table: Table | None = None,
         gradients: str = "fused",
@@ -117,10 +124,9 @@ class per_sample_sqnorms:
         if audit not in ("first", "always"):
             raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
         self._num_samples = slots = integer("num_samples", num_samples, 0)
-        self._documents = None
-        if cu_seqlens is not None:
-            slots = max(len(cu_seqlens) - 1, 0)
-            self._documents = document_slots(cu_seqlens, num_samples, slots)
+        self._ragged = ragged_of(cu_seqlens, rows, num_samples)
+        if self._ragged is not None:
+            slots = self._ragged.slots
         if table is not None:
             table.tell(Followed.of(unwrapped(model)))
         self._slab, self._slots = ProbeSlab(model, gradients), slots
@@ -133,7 +139,7 @@ class per_sample_sqnorms:
     def __enter__(self) -> SampleNorms:
         slab, followed = self._slab, self._slab.followed
         self._norms = SampleNorms()
-        slab.open(self._slots, self._documents)
+        slab.open(self._slots, self._ragged)
         is_audited = self._always or not followed.is_audited
         try:
             self._arrived = ArrivedNorms(slab.parameters, is_audited)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.following import Facts, Followed, Leaf, Rows, unwrapped
-from gnsfast.functional import Documents, graphs_of_gradients
+from gnsfast.functional import Ragged, graphs_of_gradients
 from gnsfast.parallel import in_context_parallel
 from gnsfast.probing import checks
 from gnsfast.table import BatchHook, Table, Take
@@ -180,28 +180,28 @@ class ProbeSlab:
     def open(
         self,
         num_samples: int,
-        documents: Documents | None = None,
+        ragged: Ragged | None = None,
         facts: Mapping[str, Facts] = {},
         learned: Callable[[], None] | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
-        ``documents`` says where packed samples begin, ``facts`` what is measured of each parameter
+        ``ragged`` says whose rows a ragged batch has, ``facts`` what is measured of each parameter
         beside the norms. ``learned`` is called in place of ``refresh`` when a batch has shown
         something.
         """
         self.num_samples, self.is_split = num_samples, False
         self._on_learned, self._graphs = learned, graphs_of_gradients[0]
-        self._begin(facts, documents)
+        self._begin(facts, ragged)
 
-    def _begin(self, facts: Mapping[str, Facts], documents: Documents | None) -> None:
+    def _begin(self, facts: Mapping[str, Facts], ragged: Ragged | None) -> None:
         followed = self.followed
         followed.refuse_batch_statistics()
         self.rows = Rows.of(())
-        followed.open(self.num_samples, facts, documents, self, self._norms_alone)
+        followed.open(self.num_samples, facts, ragged, self, self._norms_alone)
         followed.passes.watch(self)
-        if BatchHook.is_needed(followed, self.num_samples, documents):
-            where = followed, self._caller, self.num_samples, documents
+        if BatchHook.is_needed(followed, self.num_samples, ragged):
+            where = followed, self._caller, self.num_samples, ragged
             self._hook = BatchHook(*where, self.learned, self._take)
 
     def learned(self) -> None:

@@ -12,7 +12,7 @@ from gnsfast import guard
 from gnsfast.eager import EAGER
 from gnsfast.errors import SampleShapeError
 from gnsfast.following import Followed, Hook
-from gnsfast.functional import Documents
+from gnsfast.functional import Ragged
 from gnsfast.table.learn import table_of
 from gnsfast.table.samples import Take
 from gnsfast.tensors import tensors_of
@@ -22,7 +22,7 @@ from gnsfast.torch_internals import compiled_module, is_compiler_loaded
 class BatchHook:
     """Learns the table of an open model from the first batch that ``caller``, the model or a
     wrapper of it, gets in a block of so many ``samples``, which ``take`` cuts out. Of packed
-    ``documents`` it also tells how many rows of the batch hold them. ``learned()`` is called when
+    documents it also tells how many rows of the batch hold them. ``learned()`` is called when
     there is a new table.
     """
 
@@ -31,11 +31,11 @@ class BatchHook:
         followed: Followed,
         caller: nn.Module,
         samples: int,
-        documents: Documents | None,
+        ragged: Ragged | None,
         learned: Callable[[], None],
         take: Take | None = None,
     ) -> None:
-        self._followed, self._samples, self._documents = followed, samples, documents
+        self._followed, self._samples, self._ragged = followed, samples, ragged
         self._learned, self._take = learned, take
         self._release: Callable[[], object] | None = None
         if followed.table is None and is_compiler_loaded():
@@ -45,14 +45,15 @@ class BatchHook:
         self._handle = caller.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     @staticmethod
-    def is_needed(followed: Followed, samples: int, documents: Documents | None) -> bool:
+    def is_needed(followed: Followed, samples: int, ragged: Ragged | None) -> bool:
         """Whether an open model has to see its batch: no table was learnt, or none in training
         mode. A single sample has nothing to tell apart.
         """
         table, several = followed.table, samples > 1 or bool(followed.structure.groups)
         trains = followed.structure.model.training
         is_new = table is None or not table.batches or (trains and not table.is_trained)
-        return documents is not None or (is_new and several)
+        is_other = table is not None and not table.has_even  # no batch of a row for each sample
+        return ragged is not None or is_other or (is_new and several)
 
     def remove(self) -> None:
         """See no batch any more."""
@@ -72,24 +73,22 @@ class BatchHook:
                 raise
 
     def _learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        followed, documents = self._followed, self._documents
+        followed, ragged = self._followed, self._ragged
         rows, batch = self._samples, (args, kwargs)
         name = type(followed.structure.model).__name__
-        if documents is not None:
-            rows = rows_of(tensors_of(batch), documents.tokens, name)
+        if ragged is not None:
+            rows = 1
+            if ragged.is_packed:
+                rows = rows_of(tensors_of(batch), ragged.maps[0].size, name)
             for leaf in followed.leaves:
                 leaf.rows = rows
             table = followed.table
-            if (
-                table is not None
-                and table.has_documents
-                and (table.is_trained or not module.training)
-            ):
+            if table is not None and table.has_ragged and (table.is_trained or not module.training):
                 return
         self._handle.remove()  # compiled code goes on in eager mode to the end of the block
         model = followed.structure.model
         run = lambda b: model(*b[0], **b[1])  # noqa: E731
-        table = table_of(followed, run, batch, rows, self._take, documents)
+        table = table_of(followed, run, batch, rows, self._take, ragged)
         (table if followed.table is None else followed.table | table).tell(followed)
         log = logging.getLogger("gnsfast")
         log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

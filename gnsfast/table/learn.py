@@ -14,7 +14,7 @@ from gnsfast import reasons
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import UNKNOWN, Followed, Leaf, Place, Row, Structure, unwrapped
-from gnsfast.functional import Documents, document_slots
+from gnsfast.functional import Ragged, RowMap, ragged_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import refuse_context_parallel, shared
 from gnsfast.reasons import TAKE
@@ -28,7 +28,7 @@ from gnsfast.table.proof import (
     gates_open,
     in_turns,
     meeting,
-    of_documents,
+    of_ragged,
     prove,
     refuse_attention,
     turned_place,
@@ -44,7 +44,7 @@ OF_TWO = (
     "with an entry for each two samples"
 )
 
-OF_DOCUMENTS = "losses of single documents"
+OF_ROWS = "losses of single samples"
 
 Loss = Callable[[nn.Module, Any], Any]
 """``loss(model, batch)`` is the loss that is trained."""
@@ -61,6 +61,7 @@ def learn(
     take: Take | None = None,
     num_samples: int | None = None,
     cu_seqlens: Tensor | None = None,
+    rows: Any = None,
     unproven: str = "leave_out",
     loss: Loss | None = None,
     tokens: Tensor | None = None,
@@ -88,6 +89,9 @@ def learn(
         num_samples: by default the size of dimension 0 of the batch's first tensor, over K.
         cu_seqlens: as in ``per_sample_sqnorms``, if the batch holds packed documents: rows count as
             samples, and a loss of every second document must give the others no gradient.
+        rows: as in ``per_sample_sqnorms``, if samples have unequal numbers of rows, such as graphs
+            batched as one. The batch is taken whole, and a loss of every second sample must give
+            the others no gradient. ``num_samples`` is by default the number of the last owner + 1.
         unproven: "measure" also measures parameters that the batch gives no gradient, and those of
             a model none of whose results belongs to single samples.
         loss: ``loss(model, batch)`` is your loss, a number. The batch is then what this takes, and
@@ -114,7 +118,12 @@ def learn(
     """
     if unproven not in ("leave_out", "measure"):
         raise ValueError(f"unproven must be 'leave_out' or 'measure', not {unproven!r}")
-    if num_samples is None:
+    ragged = None
+    if rows is not None or cu_seqlens is not None:
+        ragged = ragged_of(cu_seqlens, rows, num_samples if cu_seqlens is None else None)
+    if rows is not None:
+        num_samples = 1  # the batch is taken whole
+    elif num_samples is None:
         num_samples = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
         num_samples //= take if isinstance(take, int) else 1
     if num_samples < 1:
@@ -126,15 +135,12 @@ def learn(
         )
     followed = Followed.of(unwrapped(model))
     followed.refuse_batch_statistics()
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_slots(cu_seqlens, len(cu_seqlens) - 1, len(cu_seqlens) - 1)
     loss_of = None if loss is None else partial(loss, followed.structure.model)
     if run is None:
         run = _call(followed.structure.model) if loss_of is None else with_outputs(loss_of)
     followed.open(num_samples)
     try:
-        table = table_of(followed, run, batch, num_samples, take, documents, unproven)
+        table = table_of(followed, run, batch, num_samples, take, ragged, unproven)
         return (
             table
             if loss_of is None
@@ -190,7 +196,7 @@ def table_of(
     batch: Any,
     num_samples: int,
     take: Take | None = None,
-    documents: Documents | None = None,
+    ragged: Ragged | None = None,
     unproven: str = "leave_out",
 ) -> Table:
     """The table of an open model, which ``run`` runs with a batch of some samples."""
@@ -199,17 +205,17 @@ def table_of(
     samples = _samples(structure, batch, num_samples, take)
     B = max(samples.n, 1)
     for leaf in followed.leaves:
-        leaf.rows = 0 if documents is None else samples.n
+        leaf.rows = 0 if ragged is None else samples.n
     # Processes that shard the parameters must run as many passes.
     few = shared(FEW if B >= FEW else FEW - 1, min, structure.groups)
     trial = Trial(followed, run, samples, [b % B for b in range(few)])
     structure.arguments = samples.batch
     with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
         try:
-            if documents is None:
+            if ragged is None:
                 shown, proof = _proven(*_traced_with_some(trial))
             else:
-                shown, proof = _proven_documents(trial, documents)
+                shown, proof = _proven_ragged(trial, ragged)
         except ModelError as error:
             name, n = type(structure.model).__name__, samples.n
             raise ObservationError(
@@ -218,9 +224,9 @@ def table_of(
                 f"were taken. If they are no samples, {TAKE} says what is one."
             ) from error.__cause__
         proof = proof._replace(wrong=shared(proof.wrong, dict.__or__, structure.groups))
-        if documents is not None:
+        if ragged is not None and ragged.is_packed:
             refuse_attention(trial, proof)
-        table = _assembled(followed, shown, proof, few, unproven, documents is not None)
+        table = _assembled(followed, shown, proof, few, unproven, ragged)
         _, table = shared((samples.n > 0, table), _first_with_samples, structure.groups)
     return table
 
@@ -265,10 +271,15 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     return shown, proof._replace(wrong={**meet, **proof.wrong})
 
 
-def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proof]:
-    """The same for packed documents. A single row that the model does not take twice needs no
+def _proven_ragged(trial: Trial, ragged: Ragged) -> tuple["Shown", Proof]:
+    """The same for a ragged batch. A single row that the model does not take twice needs no
     table: its tokens are in order.
     """
+    if not ragged.is_packed:
+        shown = Shown.of(*_traced(trial._replace(order=[0]), 1, ragged.maps))
+        few = of_ragged(trial, ragged)
+        proof, known, _ = prove(few, shown.rows, [], shown.rtol, training=True)
+        return shown._replace(rows=known), proof
     has_rows = not trial.followed.structure.on_any(not any(trial.samples.layouts))
     try:
         traced = _traced(trial, len(trial.order) + 1) if has_rows else None
@@ -278,7 +289,7 @@ def _proven_documents(trial: Trial, documents: Documents) -> tuple["Shown", Proo
     if traced is not None:
         shown, places = Shown.of(*traced), traced[0].result_places
         rows = shown.rows
-    trial = of_documents(trial, documents)
+    trial = of_ragged(trial, ragged)
     proof, rows, _ = prove(trial, rows, places, shown.rtol, training=True)
     return shown._replace(rows=rows), proof
 
@@ -329,9 +340,10 @@ def _traced_with_some(trial: Trial) -> tuple[Trial, Traces, Traces | None]:
         return whole, *_traced(whole, 2 * trial.samples.n)
 
 
-def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
-    """The traces in evaluation mode of the samples and of ``m``, and those in training mode if the
-    model trains and evaluation mode has not reached some parameter, nor a sibling of it.
+def _traced(trial: Trial, m: int, maps: tuple[RowMap, ...] = ()) -> tuple[Traces, Traces | None]:
+    """The traces in evaluation mode of the samples and of ``m``, or of a batch whose rows ``maps``
+    tell, and those in training mode if the model trains and evaluation mode has not reached some
+    parameter, nor a sibling of it.
     """
     structure, order = trial.followed.structure, trial.order
     model, n = structure.model, len(order)
@@ -341,7 +353,7 @@ def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
             return trial.outputs([order[b % n] for b in range(k)])
 
         with keeping_graphs():
-            return trace(run, n, m, lambda agrees: not structure.on_any(not agrees))
+            return trace(run, n, m, lambda agrees: not structure.on_any(not agrees), maps)
 
     trains = model.training
     with kept_modes(model):
@@ -354,7 +366,7 @@ def _traced(trial: Trial, m: int) -> tuple[Traces, Traces | None]:
 
 
 def _assembled(
-    followed: Followed, shown: Shown, proof: Proof, few: int, unproven: str, has_documents: bool
+    followed: Followed, shown: Shown, proof: Proof, few: int, unproven: str, ragged: Ragged | None
 ) -> Table:
     """The table of what is shown and proven."""
     rows, routes = dict(shown.rows), dict(shown.routes)
@@ -373,7 +385,7 @@ def _assembled(
         elif name in proof.silent:
             doubtful[name] = OF_TWO if shown.has_pairs else reasons.NO_GRADIENT.text()
         else:
-            proofs[name] = OF_DOCUMENTS if has_documents else f"{few} samples alone"
+            proofs[name] = OF_ROWS if ragged else f"{few} samples alone"
     model = followed.structure.model
     kinds = {leaf.name: _kind(model, leaf) for leaf in followed.leaves}
     siblings: dict[Any, list[str]] = {}
@@ -404,9 +416,10 @@ def _assembled(
         frozenset() if proof.reason else frozenset(hidden & doubtful.keys() & left_out.keys()),
         {leaf.name: leaf.parameter.numel() for leaf in followed.leaves},
         proof.sqnorms,
-        shown.rtol > 1e-2,
-        followed.structure.model.training,
-        has_documents,
+        is_half=shown.rtol > 1e-2,
+        is_trained=followed.structure.model.training,
+        has_ragged=ragged is not None,
+        has_even=ragged is None,
     )
 
 

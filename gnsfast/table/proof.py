@@ -29,7 +29,7 @@ from gnsfast.following import (
     gradients,
     unfollowed,
 )
-from gnsfast.functional import Documents, graphs_of_gradients
+from gnsfast.functional import Ragged, graphs_of_gradients, map_of
 from gnsfast.kept import kept_modes
 from gnsfast.parallel import shared
 from gnsfast.table.samples import Samples
@@ -88,15 +88,14 @@ def of_the_model() -> Iterator[None]:
 
 class Trial(NamedTuple):
     """A model that runs for our own ends: ``run`` gets a batch of some ``samples``. The numbers in
-    ``order`` are those of the few that are looked at: of samples, or of packed ``documents`` in a
-    batch that it gets whole.
+    ``order`` are those of the few that are looked at. A ``ragged`` batch it gets whole.
     """
 
     followed: Followed
     run: Callable[[Any], Any]
     samples: Samples
     order: list[int]
-    documents: Documents | None = None
+    ragged: Ragged | None = None
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -108,17 +107,17 @@ class Trial(NamedTuple):
         """The rows of the batch in a pass over the few. Samples come in reversed order, which shows
         whether the model puts them into an order of its own.
         """
-        return self.order[::-1] if self.documents is None else [*range(self.samples.n)]
+        return self.order[::-1] if self.ragged is None else [*range(self.samples.n)]
 
     @property
     def numbers(self) -> list[int]:
-        """Which sample, or document, of this pass each of the few is."""
-        return self.order if self.documents else [*range(len(self.order))][::-1]
+        """Which sample of this pass each of the few is."""
+        return self.order if self.ragged else [*range(len(self.order))][::-1]
 
     @property
     def size(self) -> int:
-        """How many samples, or documents, this pass has."""
-        return len(self.order) if self.documents is None else len(self.documents.starts) - 1
+        """How many samples this pass has."""
+        return len(self.order) if self.ragged is None else self.ragged.slots
 
     def outputs(self, order: Sequence[int]) -> Any:
         """What the model returns for some of its samples. Its state is then what it was."""
@@ -146,18 +145,18 @@ class Trial(NamedTuple):
             yield [*map(whole, tensors_of(results))], images
 
     def part(self, t: Tensor, place: Layout, k: int, n: int) -> Tensor | None:
-        """Sample, or document, number ``k`` of n in a result; None if it does not hold them."""
-        if self.documents is None:
+        """Sample number ``k`` of n in a result; None if it does not hold them."""
+        if self.ragged is None:
             return place.of_sample(t, k, n) if place.fits(t.shape, n) else None
-        rows, tokens = self.samples.n, self.documents.tokens
+        rows = self.samples.n
         if rows > 1 and place.fits(t.shape, rows):
             t = place.samples_first(t, rows)
-        if t.ndim > 1 and t.shape[0] * (t.shape[1] + 1) == tokens:  # of next tokens
+        maps = self.ragged.maps
+        is_shifted = t.ndim > 1 and t.shape[0] * (t.shape[1] + 1) == maps[0].size
+        if maps[0].is_list and is_shifted:  # losses of next tokens
             t = torch.cat([t, t.new_zeros(t.shape[0], 1, *t.shape[2:])], 1)
-        if all(t.shape[:d].numel() != tokens for d in range(1, t.ndim + 1)):
-            return None
-        start, end = self.documents.starts[k : k + 2].tolist()
-        return t.reshape(tokens, -1)[start:end]
+        rows_of = map_of(maps, t.shape)
+        return None if rows_of is None else rows_of[0].rows_of(t.reshape(rows_of[0].size, -1), k)
 
     def weighed(self, results: Sequence[Tensor], places: Sequence[Place]) -> list[Weighed]:
         """The results that hold the few, with random weights."""
@@ -205,7 +204,7 @@ class Trial(NamedTuple):
 
 class Measured(NamedTuple):
     """What a measured pass gave: the ``norms`` of the few, or why there are none, and ``lost``, the
-    parameters that it could not measure. Those that are ``mixed`` have a norm of other documents
+    parameters that it could not measure. Those that are ``mixed`` have a norm of other samples
     too. ``drew``: the model drew random numbers.
     """
 
@@ -268,7 +267,7 @@ def _measured(
     """The norms of a pass over the few."""
     structure = trial.followed.structure
     graphs, chance = graphs_of_gradients[0], structure.chance()
-    trial.followed.passes.begin_trial(trial.size, trial.documents)
+    trial.followed.passes.begin_trial(trial.size, trial.ragged)
     with trial.results(trial.rows) as (results, _):
         drew = structure.on_any(structure.chance() != chance)
         for leaf in trial.leaves:
@@ -291,8 +290,8 @@ def _measured(
 
 def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
     """The squared norm of each parameter for each of the few, by a pass over this sample alone.
-    Documents have one of all of them, with a loss of this one, and so have samples of a model that
-    draws random numbers even in evaluation mode, or takes no single sample.
+    Ragged ones have one of all of them, with a loss of this one, and so have samples of a model
+    that draws random numbers even in evaluation mode, or takes no single sample.
     """
     if isinstance(measured.norms, str):
         return measured.norms
@@ -311,7 +310,7 @@ def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str"
         return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
 
     why = ""
-    for alone in (False,) if measured.drew or trial.documents else (True, False):
+    for alone in (False,) if measured.drew or trial.ragged else (True, False):
         try:
             return [truth(j, alone) for j in range(len(trial.order))]
         except ModelError as error:
@@ -424,12 +423,14 @@ def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str
     }
 
 
-def of_documents(trial: Trial, documents: Documents) -> Trial:
-    """The same for packed documents, of which a few are looked at."""
-    full = [d for d, length in enumerate(documents.starts.diff().tolist()) if length]
+def of_ragged(trial: Trial, ragged: Ragged) -> Trial:
+    """The same for a ragged batch, of whose samples a few are looked at."""
+    lengths = zip(*(rows.starts.diff().tolist() for rows in ragged.maps))
+    full = [b for b, of_maps in enumerate(lengths) if all(of_maps)]  # of rows of all kinds
+    full = full or [b for b, n in enumerate(ragged.maps[0].starts.diff().tolist()) if n]
     few = full[1::2][:3] or full[:1]
     few = few[: shared(len(few), min, trial.followed.structure.groups)]
-    return trial._replace(order=few, documents=documents)
+    return trial._replace(order=few, ragged=ragged)
 
 
 def refuse_attention(trial: Trial, proof: Proof) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import Followed, Layout, Place, Row
+from gnsfast.following import RAGGED, Followed, Layout, Place, Row
 
 PROVEN = "proven"
 """What a table says of a loss whose gradient is the weighted sum of those of its samples."""
@@ -29,8 +29,9 @@ class Table:
     ``unreached`` is one that the batch did not show. ``elements`` and ``sqnorms`` are the numbers
     of elements, and the squared norms of the samples' gradients, added up over the few samples.
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
-    mode, ``has_documents``: and for packed documents. ``loss`` is ``"proven"`` of a loss that
-    ``learn(loss=...)`` was given, or why it is not; empty without one.
+    mode. ``has_ragged`` and ``has_even``: it was learnt from packed documents or another ragged
+    batch, and from one in which each sample is as many rows. ``loss`` is ``"proven"`` of a loss
+    that ``learn(loss=...)`` was given, or why it is not; empty without one.
     """
 
     model: str
@@ -43,8 +44,9 @@ class Table:
     sqnorms: Mapping[str, float] = field(default_factory=dict)
     is_half: bool = False
     is_trained: bool = False
-    has_documents: bool = False
+    has_ragged: bool = False
     loss: str = ""
+    has_even: bool = True
 
     def __or__(self, other: "Table") -> "Table":
         """The table of both batches. A parameter is measured if one of them proves it and none
@@ -75,7 +77,8 @@ class Table:
             sqnorms={**other.sqnorms, **self.sqnorms},
             is_half=self.is_half or other.is_half,
             is_trained=self.is_trained or other.is_trained,
-            has_documents=self.has_documents and other.has_documents,
+            has_ragged=self.has_ragged or other.has_ragged,
+            has_even=self.has_even or other.has_even,
             loss=next(
                 (loss for loss in (self.loss, other.loss) if loss not in (PROVEN, "")),
                 self.loss or other.loss,
@@ -208,6 +211,8 @@ def _words(row: Row) -> str:
     if row.chosen:
         return "chosen by the data"
     places = (*row.arguments, *row.results)
+    if RAGGED in places:
+        return RAGGED
     layout = next((place for place in places if isinstance(place, Layout)), None)
     return "not known" if layout is None else str(layout)
 

@@ -5,7 +5,7 @@ The model runs with n samples and with m. In call number k of a parameter a dime
 in one pass and c * m in the other holds the samples, c rows of each. No value is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,12 @@ from gnsfast.following import (
     OPENED,
     PIECES,
     QUERIES,
+    RAGGED,
     SHARED,
     UNKNOWN,
     Layout,
     Leaf,
+    Owners,
     Place,
     Row,
     expression_of,
@@ -36,6 +38,7 @@ from gnsfast.following import (
     owners_of,
     takes_functions,
 )
+from gnsfast.functional import RowMap, map_of
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import is_transformed, pytree, unfollowed
 
@@ -67,7 +70,8 @@ Trace = dict[Leaf, list[Call]]
 
 class Traces(NamedTuple):
     """The traces of a pass with ``n`` samples and of one with ``m``, and the shapes of the model's
-    results in both. ``is_half``: the model computes in half precision.
+    results in both. ``is_half``: the model computes in half precision. ``maps`` tell whose rows
+    those of a ragged batch are, which is the same in both passes.
     """
 
     n: int
@@ -75,13 +79,14 @@ class Traces(NamedTuple):
     traces: tuple[Trace, Trace]
     results: tuple[list[torch.Size], list[torch.Size]]
     is_half: bool
+    maps: tuple[RowMap, ...] = ()
 
     @property
     def result_places(self) -> list[Place]:
         """Where the samples lie in each result of the model."""
         first, second = self.results
         pairs = zip(first, [*second, *[None] * len(first)])
-        return [place_of(a, b, self.n, self.m) for a, b in pairs]
+        return [place_of(a, b, self.n, self.m, self.maps) for a, b in pairs]
 
     def rows(self) -> dict[str, tuple[Row, ...]]:
         """The rows of the table, by the name of the parameter."""
@@ -128,8 +133,12 @@ class Traces(NamedTuple):
         return calls
 
 
-def place_of(a: torch.Size, b: torch.Size | None, n: int, m: int) -> Place:
+def place_of(
+    a: torch.Size, b: torch.Size | None, n: int, m: int, maps: Sequence[RowMap] = ()
+) -> Place:
     """Where the samples lie in a tensor of shape ``a`` with n samples, and ``b`` with m."""
+    if maps:
+        return SHARED if map_of(maps, a) is None else RAGGED
     if a == b:
         return SHARED
     if b is None or len(a) != len(b):
@@ -146,13 +155,13 @@ def _like(calls: list[Call], k: int, call: Call) -> Call | None:
 
 
 def _places(
-    call: Call, other: Call | None, n: int, m: int
+    call: Call, other: Call | None, n: int, m: int, maps: Sequence[RowMap] = ()
 ) -> tuple[list[Place | None], list[Place]]:
     """Where the samples lie in the arguments and in the results of a call."""
 
     def places(shapes: Any, others: Any) -> list[Any]:
         others = [*others, *[None] * (len(shapes) - len(others))]
-        return [None if a is None else place_of(a, b, n, m) for a, b in zip(shapes, others)]
+        return [None if a is None else place_of(a, b, n, m, maps) for a, b in zip(shapes, others)]
 
     arguments = places(call.arguments, () if other is None else other.arguments)
     results = places(call.results, () if other is None else other.results)
@@ -173,7 +182,7 @@ def _places(
 
 
 def _row(call: Call, other: Call | None, traces: Traces) -> Row:
-    arguments, results = _places(call, other, traces.n, traces.m)
+    arguments, results = _places(call, other, traces.n, traces.m, traces.maps)
     layouts = ((p, s) for p, s in zip(arguments, call.arguments) if isinstance(p, Layout))
     place, shape = next(layouts, (None, None))
     sizes = () if place is None or shape is None else (*shape[: place.dim], *shape[place.dim + 1 :])
@@ -194,11 +203,17 @@ def _with_chosen(row: Row, chosen: dict[str, frozenset[int]]) -> Row:
     return row._replace(chosen=chosen.get(row.name, NO_ROWS) if is_chosen else NO_ROWS)
 
 
-def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], bool]) -> Traces:
+def trace(
+    run: Callable[[int], Any],
+    n: int,
+    m: int,
+    agree: Callable[[bool], bool],
+    maps: tuple[RowMap, ...] = (),
+) -> Traces:
     """The traces of ``run(n)`` and ``run(m)``, which run the model with so many samples, in two
     passes. A first guess of what is made of parameters alone is checked by the second pass: where
     it was wrong, both run again. ``agree`` says whether all processes that run the passes together
-    hold something true.
+    hold something true. ``maps`` tell whose rows those of a ragged batch are.
     """
     sizes, traces, is_half = (n, m), [Trace(), Trace()], False
     lookups = set[tuple[Leaf, int]]()
@@ -206,7 +221,7 @@ def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], boo
     before: list[Any] = [None, None]
     for number in range(MOST_PASSES):
         i, known = number % 2, len(lookups)
-        recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i], lookups)
+        recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i], lookups, maps)
         with recorder:
             out = run(sizes[i])
         results[i] = [_shape(t, sizes[i]) for t in tensors_of(out)]
@@ -214,7 +229,7 @@ def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], boo
         before[i] = {leaf: [c.is_data for c in calls] for leaf, calls in traces[i].items()}
         if number and agree(_is_same_as_far(*before) and len(lookups) == known):
             break
-    return Traces(n, m, (traces[0], traces[1]), (results[0], results[1]), is_half)
+    return Traces(n, m, (traces[0], traces[1]), (results[0], results[1]), is_half, maps)
 
 
 MOST_PASSES = 8
@@ -236,8 +251,16 @@ class Recorder(TorchFunctionMode):
     their number, whose rows meet rows that the data have chosen: earlier passes show some.
     """
 
-    def __init__(self, n: int, other: Trace, m: int, lookups: set[tuple[Leaf, int]]) -> None:
+    def __init__(
+        self,
+        n: int,
+        other: Trace,
+        m: int,
+        lookups: set[tuple[Leaf, int]],
+        maps: tuple[RowMap, ...] = (),
+    ) -> None:
         super().__init__()
+        self.maps = maps
         self.n, self.other, self.m, self.lookups = n, other, m, lookups
         self._counts: dict[Leaf, int] = {}
         self.trace: Trace = {}
@@ -340,18 +363,26 @@ class Recorder(TorchFunctionMode):
             return
         rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())
         x = next(rows, None) if is_data else None
-        owners = None if x is None else owners_of(x, self.n)
+        owners = None if x is None else self._owners(x)
         calls.append(call._replace(is_data=is_data, per_sample=owners and owners.per_sample))
         for t in () if is_data else results:
             if t.requires_grad and _leaf_of(t) is None:
                 t._gnsfast_made_of = leaf  # type: ignore[attr-defined]
                 mark_made(t)
 
+    def _owners(self, x: Tensor) -> Owners | None:
+        """The samples of rows that an index has chosen."""
+        if map_of(self.maps, x.shape) is not None:
+            return None
+        sizes = [rows.size for rows in self.maps] or [self.n]
+        each = [owners for n in sizes if (owners := owners_of(x, n)) is not None]
+        return next((owners for owners in each if owners.per_sample), each[0] if each else None)
+
     def _is_data(self, call: Call, other: Call | None) -> bool:
         """Whether the results of a call are no longer made of parameters and constants alone."""
         casts = call.name in CASTS
-        if other is not None:
-            arguments, results = _places(call, other, self.n, self.m)
+        if other is not None or self.maps:
+            arguments, results = _places(call, other, self.n, self.m, self.maps)
             arguments = arguments[:1] if casts else arguments  # others tell a dtype alone
             return any(place not in (None, SHARED) for place in (*arguments, *results))
         if call.name in COPIES and not any(call.arguments):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ragged
 import torch
 import torch.nn.functional as F
 from made import Made
@@ -71,7 +72,7 @@ def weight(*shape: int, **options: Any) -> nn.Parameter:
     return nn.Parameter(torch.randn(*(shape or (D, D)), **options) / 3)
 
 
-def learnt(model: nn.Module, x: Tensor, **options: Any) -> gnsfast.Table:
+def learnt(model: nn.Module, x: Any, **options: Any) -> gnsfast.Table:
     return gnsfast.learn(model, x, **options)
 
 
@@ -156,6 +157,41 @@ def pool(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def of_sequences(packs: bool) -> str:
+    """Why an LSTM of sequences of unequal lengths is left out."""
+    torch.manual_seed(0)
+    x, lengths = torch.randn(4, 5, D), torch.tensor([5, 2, 4, 3])
+
+    def forward(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        if packs:
+            packed = nn.utils.rnn.pack_padded_sequence
+            h: Tensor = m.a(packed(x, lengths, batch_first=True, enforce_sorted=False))[1][0][0]
+            return h
+        y: Tensor = m.a(x)[0][torch.arange(len(x)), lengths - 1]
+        return y
+
+    return next(iter(learnt(Made(forward, a=recurrent(0)), (x, lengths)).left_out.values()), "")
+
+
+def of_rows(forward: Forward, parts: Callable[[], Any], x: Tensor, **rows: Any) -> str:
+    """Why the first parameter is left out of a ragged batch."""
+    torch.manual_seed(0)
+    left_out = learnt(Made(forward, **parts()), x, **rows).left_out
+    return next(iter(left_out.values()), "")
+
+
+STARTS = torch.tensor([0, 2, 4, 7])
+
+
+def of_edges(maps: str) -> str:
+    """Why what a graph network makes of its edges is left out."""
+    torch.manual_seed(0)
+    batch = ragged.draw([4, 2, 6], [5, 3, 9])
+    rows = batch.owner if maps == "nodes" else batch.rows
+    left_out = learnt(ragged.GraphNet(), (batch,), rows=rows).left_out
+    return left_out.get("features.weight", "")
+
+
 Example = tuple[Callable[[], str], Callable[[], str]]
 
 
@@ -216,6 +252,22 @@ EXAMPLES: dict[str, Example] = {
         lambda: {"a": recurrent(0.5)},
         lambda: {"a": recurrent(0)},
     ),
+    "PACKED_SEQUENCE": (lambda: of_sequences(True), lambda: of_sequences(False)),
+    "OTHER_TOKENS": (
+        lambda: of_rows(
+            lambda m, x: m.a(x, 0 * x),
+            lambda: {"a": nn.GRUCell(D, D)},
+            torch.randn(7, D),
+            cu_seqlens=STARTS,
+        ),
+        lambda: of_rows(
+            lambda m, x: m.a(x, 0 * x),
+            lambda: {"a": nn.GRUCell(D, D)},
+            torch.randn(7, D),
+            rows=torch.repeat_interleave(torch.arange(3), STARTS.diff()),
+        ),
+    ),
+    "OTHER_ROWS": (lambda: of_edges("nodes"), lambda: of_edges("both")),
     "TRANSFORM": models(
         lambda m, x: torch.func.vmap(lambda x: m.w @ x)(x),
         lambda m, x: x @ m.w.T,

@@ -267,7 +267,7 @@ def test_documents_are_learnt() -> None:
     model = nn.Sequential(nn.Embedding(20, D), nn.GELU(), linear())
     starts = torch.tensor([0, 4, 9, 15, 20], dtype=torch.int32)
     table = gnsfast.learn(model, torch.randint(20, (2, 10)), cu_seqlens=starts)
-    assert table.has_documents and table.proofs.keys() == {"0.weight", "2.weight", "2.bias"}
+    assert table.has_ragged and table.proofs.keys() == {"0.weight", "2.weight", "2.bias"}
     calls: list[int] = []
     model[1].register_forward_pre_hook(lambda *_: calls.append(1))
     ids, starts = torch.randint(20, (2, 8)), torch.tensor([0, 5, 16], dtype=torch.int32)
