@@ -296,6 +296,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     leaf = first_leaf(call.expressions)
     row = leaf.row(name, lambda row: _fits(call, row, leaf))
+    if row is not None and _is_of_other_dims(call, row):
+        row = Row(name)
     if name in CASTS and 0 not in call.parameters_at:  # a parameter that tells its dtype alone
         return call.run()
     places = _places(call, row, leaf)
@@ -349,7 +351,12 @@ def _queried(func: Any, args: Any, kwargs: Any) -> Any:
 def _fits(call: Call, row: Row, leaf: Leaf) -> bool:
     """Whether the samples may lie in the tensors of a call as a row of the table says."""
     places = ((row.argument(i), call.leaves[i].shape) for i in call.data_at)
-    return all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
+    all_fit = all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
+    return all_fit and not _is_of_other_dims(call, row)
+
+
+def _is_of_other_dims(call: Call, row: Row) -> bool:
+    return any(row.is_of_other_dims(i, call.leaves[i]) for i in call.data_at)
 
 
 def _places(call: Call, row: Row | None, leaf: Leaf) -> dict[int, Place]:

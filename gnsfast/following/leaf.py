@@ -48,6 +48,15 @@ class Row(NamedTuple):
         places = (*self.arguments, *self.results)
         return not any(isinstance(p, Layout) if has_rows else p == RAGGED for p in places)
 
+    def is_of_other_dims(self, i: int, x: Tensor) -> bool:
+        """Whether ``x``, its argument number ``i``, has other dimensions than the first tensor that
+        held the samples: a parameter that no sample had reached has a row of its siblings.
+        """
+        if not self.sizes or x.ndim == len(self.sizes) + 1:
+            return False
+        first = next(k for k, place in enumerate(self.arguments) if isinstance(place, Layout))
+        return i == first
+
     @property
     def is_use(self) -> bool:
         """Whether the parameter meets the data here."""

@@ -400,9 +400,12 @@ def _place(
 
     def fits(row: Row) -> bool:
         layout = row.argument(place)
-        return not isinstance(layout, Layout) or leaf.fits(layout, x.shape)
+        fits = not isinstance(layout, Layout) or leaf.fits(layout, x.shape)
+        return fits and not row.is_of_other_dims(place, x)
 
     row = leaf.row(name, fits)
+    if row is not None and row.is_of_other_dims(place, x):
+        row = Row(name)
     layout: Any = None
     if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows
         return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device)), ()

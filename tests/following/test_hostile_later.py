@@ -5,6 +5,7 @@ layers that start late, longer and shorter loops. Each parameter is right or lef
 
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -466,3 +467,41 @@ def test_masks_and_times_as_long_as_there_are_samples(lengths: tuple[int, ...]) 
         mask = nn.Transformer.generate_square_subsequent_mask(T)
         x = torch.randint(9, (4, T)), mask, torch.linspace(0, 1, T)
         assert len(right_or_named(model, x, 4)) == 7
+
+
+def test_rows_at_a_mask_that_is_empty_first() -> None:
+    """A layer that no sample has reached takes the row of its sibling, whose input is [B, T, D].
+    Its own rows are as many as samples by chance.
+    """
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        mask, h = x[..., 0] > 2.0, m.layers[0](x)
+        return h.masked_scatter(mask[..., None].expand_as(h), m.layers[1](h[mask]))
+
+    model = Made(run, layers=nn.ModuleList(nn.RMSNorm(D) for _ in range(2)))
+    x = torch.randn(3, 4, D).clamp(max=1.0)
+    table = gnsfast.learn(model, x)
+    x[0, :2, 0], x[2, 1, 0] = 3.0, 3.0  # two rows of a sample, and one of another
+    with (
+        pytest.raises(
+            gnsfast.ObservationError, match=r"rms_norm takes it with data of shape \[3, "
+        ),
+        gnsfast.per_sample_sqnorms(model, 3, table=table),
+    ):
+        model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("B", [2, 3, 4])
+def test_few_samples_that_are_sorted_by_chance(B: int) -> None:
+    """Whatever order they come in, a model that sorts them is seen."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return m.layer(x[order])[order.argsort()]
+
+    model = Made(run, layer=linear())
+    for order in permutations(range(B)):
+        x = torch.randn(B, D)
+        x[:, 0] = torch.tensor(order)
+        table = gnsfast.learn(model, x)
+        assert set(table.left_out) == {"layer.weight", "layer.bias"}, order
