@@ -145,6 +145,7 @@ class GradientNoiseScale:
             table.tell(Followed.of(unwrapped(model)))
         self.model, self.decay = model, decay
         self._is_due: bool | None = None  # of the update under way: whether it is measured
+        self._is_in_pass = False
         self.window, self.every = integer("window", window), integer("every", every)
         self.budget = budget
         self._settings = Settings(
@@ -172,12 +173,12 @@ class GradientNoiseScale:
         self._budget = Budget(self.budget, self.every)
 
     def discard(self) -> None:
-        """Forget the update that is under way, from inside its block, the rest of which is plain
-        torch. Earlier measurements stay.
+        """Forget the update that is under way, from inside its block. A pass that has begun ends as
+        it has begun, because a checkpoint may run its forward again. Earlier measurements stay.
         """
         if self._is_due:
             self._is_due = False
-            if self._observer is not None:
+            if self._observer is not None and not self._is_in_pass:
                 self._observer.discard()
 
     def _start(self) -> Observer:
@@ -408,15 +409,20 @@ class GradientNoiseScale:
             if not observer.midway:
                 observer.begin(self._measured, self._passes)
             observer.open(block, cu_seqlens, rows)
-        guard = Guard()
+        guard, self._is_in_pass = Guard(), True
         try:
             with guard if self._skips else nullcontext():
                 yield
         except BaseException as error:
-            self.discard()
-            checks.explain_penalty(error, observer.slab.took_graphs)
+            self._is_due = False
+            if self._observer is not None:
+                checks.explain_penalty(error, self._observer.slab.took_graphs)
             raise
-        if not self._is_due:  # an error, discard() or reset() has dropped the update
+        finally:
+            self._is_in_pass = False
+            if not self._is_due and self._observer is not None:  # an error or discard() dropped it
+                self._observer.discard()
+        if not self._is_due:
             return
         with self.dropping_errors():
             if guard.error is not None:

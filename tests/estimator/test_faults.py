@@ -182,3 +182,27 @@ def test_a_checkpoint_that_ends_in_a_layer(gradients: str) -> None:
             assert gns.compute().updates == 6 and gns.compute().errors == 0
     for a, b in zip(*losses):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("drop", ["an error", "discard"])
+@pytest.mark.parametrize("gradients", ["torch", "fused"])
+def test_dropped_before_a_checkpoint_runs_again(gradients: str, drop: str) -> None:
+    """As where a callback's error comes after the forward pass: the pass ends as it has begun."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), torch.randn(B, 5)
+    real = torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    gns = gnsfast.GradientNoiseScale(model, gradients=gradients, on_error="skip")
+    for k in range(3):
+        model.zero_grad()
+        with gns.update(B):
+            loss = checkpoint(model, x, use_reentrant=False).square().mean()
+            if k == 1 and drop == "an error":
+                with gns.dropping_errors():
+                    raise Fault
+            if k == 1 and drop == "discard":
+                gns.discard()
+            loss.backward()
+        for p, g in zip(model.parameters(), real):
+            torch.testing.assert_close(p.grad, g)
+    result = gns.compute()
+    assert (result.updates, result.errors) == (2, drop == "an error")
