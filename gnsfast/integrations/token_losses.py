@@ -214,6 +214,31 @@ def document_starts(inputs: Mapping[str, Any]) -> Tensor | None:
 OF_TRL = {"DPOTrainer": 2, "RewardTrainer": 2, "KTOTrainer": 1}
 """TRL's trainers whose loss is a mean over samples, and the rows of a sample: pairs have two."""
 
+NOT_OF_PAIRS = {
+    "sft": "a mean over the tokens of all chosen answers",
+    "aot": "of margins that are sorted over the batch, so that pairs meet",
+    "aot_unpaired": "of margins that are sorted over the batch, so that pairs meet",
+}
+"""The losses of DPOTrainer that are no means over pairs."""
+
+
+def of_trl(trainer: Any) -> list[str]:
+    """The names of the trainers of TRL that a Trainer is."""
+    return [t.__name__ for t in type(trainer).__mro__ if t.__module__.startswith("trl.")]
+
+
+def not_of_pairs(trainer: Any) -> str:
+    """What the loss of a DPOTrainer is, if it is no mean over pairs."""
+    if "DPOTrainer" not in of_trl(trainer):
+        return ""
+    given = trainer.args.loss_type
+    of_others = [t for t in ([given] if isinstance(given, str) else given) if t in NOT_OF_PAIRS]
+    if of_others:
+        return f"loss_type={of_others[0]!r}, {NOT_OF_PAIRS[of_others[0]]}"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "a router's auxiliary loss, in which samples meet: router_aux_loss_coef=0"
+    return ""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -228,10 +253,14 @@ class Rows:
     @classmethod
     def of(cls, trainer: Any, rows_per_sample: int | None) -> "Rows":
         """Those of a Trainer, unless the user says how many rows a sample has."""
-        names = [t.__name__ for t in type(trainer).__mro__ if t.__module__.startswith("trl.")]
-        rows = next((OF_TRL[name] for name in names if name in OF_TRL), None)
+        rows = next((OF_TRL[name] for name in of_trl(trainer) if name in OF_TRL), None)
         loss = "auto" if rows is None else "samples"
         if rows_per_sample is not None:
+            if rows not in (None, rows_per_sample):
+                raise ValueError(
+                    f"GNSCallback(rows_per_sample={rows_per_sample}): a sample of "
+                    f"{type(trainer).__name__} has {rows} rows. Leave rows_per_sample out"
+                )
             return cls(rows_per_sample, loss)
         rows = rows or 1
         return cls(rows, loss, rows * trainer._train_batch_size)
@@ -257,9 +286,10 @@ class Rows:
             raise ObservationError(
                 f"GNSCallback: the batch has {rows} rows, but Trainer's batch size is "
                 f"{self.most // self.a_sample}. If several rows are one sample, as in pairs, say "
-                f"how many: GNSCallback(rows_per_sample={max(2, rows * self.a_sample // self.most)}"
-                "). Rows b, b + n, ... are then sample b of n. If each row is a sample of its own: "
-                "rows_per_sample=1"
+                "how many, and that the loss is a mean over samples: GNSCallback(loss='samples', "
+                f"rows_per_sample={max(2, rows * self.a_sample // self.most)}). Rows b, b + n, ... "
+                "are then sample b of n, not rows 2b and 2b + 1. If each row is a sample of its "
+                "own: rows_per_sample=1"
             )
         if rows % self.a_sample:
             raise ObservationError(

@@ -26,6 +26,7 @@ from gnsfast.integrations.token_losses import (
     Rule,
     RuleSearch,
     document_starts,
+    not_of_pairs,
 )
 from gnsfast.integrations.trackers import Tracker
 from gnsfast.integrations.transformers_ids import keep_column, names_of
@@ -396,6 +397,8 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
             "which makes its batches inside of training_step: use gnsfast.GradientNoiseScale with "
             "clusters=, as docs/recipes/grpo.md does"
         )
+    elif why := not_of_pairs(trainer):
+        reason = why
     elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif max(sizes["cp"], sizes["sp"]) > 1:

@@ -2,6 +2,7 @@
 """Batches of which several rows are one sample, in a Trainer."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import gnsfast
 pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
 
+from gnsfast.integrations.token_losses import Rows, not_of_pairs
 from gnsfast.integrations.transformers import GNSCallback
 
 pytestmark = pytest.mark.second
@@ -107,7 +109,7 @@ def test_pairs(tmp_path: Path, accumulation: int, gradients: str) -> None:
 
 
 def test_rows_that_are_no_samples_are_refused(tmp_path: Path) -> None:
-    words = r"has 8 rows, but Trainer's batch size is 4.*GNSCallback\(rows_per_sample=2\)"
+    words = r"has 8 rows, but Trainer's batch size is 4.*loss='samples', rows_per_sample=2\)"
     with pytest.raises(gnsfast.ObservationError, match=words):
         train(tmp_path, GNSCallback(loss="samples", on_error="raise"))
 
@@ -152,3 +154,30 @@ def test_pairs_in_a_loop() -> None:
     g = torch.stack(grads).double().flatten(1)
     trace = float(g.var(0).sum())  # the bias has no gradient
     assert gns.compute().trace == pytest.approx(trace, rel=1e-4)
+
+
+class DPOTrainer(OfPairs):
+    """As TRL's: a mean over pairs, unless ``loss_type`` says another."""
+
+    __module__ = "trl.trainer"
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "aux", "message"),
+    [
+        (["sigmoid", "sft"], False, "loss_type='sft', a mean over the tokens"),
+        ("aot", False, "loss_type='aot'.*pairs meet"),
+        (["ipo"], True, "router_aux_loss_coef=0"),
+        (["ipo", "robust"], False, ""),
+    ],
+)
+def test_losses_of_trl(tmp_path: Path, loss_type: Any, aux: bool, message: str) -> None:
+    trainer: Any = train(tmp_path, GNSCallback(loss="samples", rows_per_sample=2))
+    trainer.__class__ = DPOTrainer
+    trainer.args.loss_type, trainer.aux_loss_enabled = loss_type, aux
+    why = not_of_pairs(trainer)
+    assert re.search(message, why) if message else not why
+    if not message:
+        with pytest.raises(ValueError, match="a sample of DPOTrainer has 2 rows"):
+            Rows.of(trainer, 1)
+        assert Rows.of(trainer, None).a_sample == Rows.of(trainer, 2).a_sample == 2
