@@ -296,7 +296,7 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     leaf = first_leaf(call.expressions)
     row = leaf.row(name, lambda row: _fits(call, row, leaf))
-    if row is not None and _is_of_other_dims(call, row):
+    if row is not None and _is_of_another(call, row, leaf):
         row = Row(name)
     if name in CASTS and 0 not in call.parameters_at:  # a parameter that tells its dtype alone
         return call.run()
@@ -352,11 +352,11 @@ def _fits(call: Call, row: Row, leaf: Leaf) -> bool:
     """Whether the samples may lie in the tensors of a call as a row of the table says."""
     places = ((row.argument(i), call.leaves[i].shape) for i in call.data_at)
     all_fit = all(leaf.fits(p, shape) for p, shape in places if isinstance(p, Layout))
-    return all_fit and not _is_of_other_dims(call, row)
+    return all_fit and not _is_of_another(call, row, leaf)
 
 
-def _is_of_other_dims(call: Call, row: Row) -> bool:
-    return any(row.is_of_other_dims(i, call.leaves[i]) for i in call.data_at)
+def _is_of_another(call: Call, row: Row, leaf: Leaf) -> bool:
+    return any(row.is_of_another(i, call.leaves[i], leaf.samples) for i in call.data_at)
 
 
 def _places(call: Call, row: Row | None, leaf: Leaf) -> dict[int, Place]:

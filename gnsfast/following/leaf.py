@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gnsfast.following.checkpoints import recomputing
 from gnsfast.following.layouts import ANY_NUMBER, RAGGED, SHARED, UNKNOWN, Layout, Lengths, Place
+from gnsfast.following.owners import owners_of
 from gnsfast.functional import Groups, Link, RowMap
 from gnsfast.torch_internals import in_backward, pytree, unfollowed
 
@@ -22,7 +23,7 @@ class Row(NamedTuple):
     of its function, and ``arguments`` and ``results`` say where the samples are; None stands for
     parameters and for other values. ``chosen`` is not empty if the data chose its rows, from
     tensors in which a sample had so many rows. ``sizes`` are those of a sample in the first tensor
-    that holds the samples.
+    that holds the samples. A row that ``is_assumed`` is that of a sibling.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Row(NamedTuple):
     results: tuple[Place, ...] = ()
     chosen: frozenset[int] = frozenset()
     sizes: tuple[int, ...] = ()
+    is_assumed: bool = False
 
     def argument(self, i: int) -> Place | None:
         """Where the samples lie in argument number ``i``."""
@@ -48,14 +50,18 @@ class Row(NamedTuple):
         places = (*self.arguments, *self.results)
         return not any(isinstance(p, Layout) if has_rows else p == RAGGED for p in places)
 
-    def is_of_other_dims(self, i: int, x: Tensor) -> bool:
-        """Whether ``x``, its argument number ``i``, has other dimensions than the first tensor that
-        held the samples: a parameter that no sample had reached has a row of its siblings.
+    def is_of_another(self, i: int, x: Tensor, B: int) -> bool:
+        """Whether argument number ``i`` of a call, ``x`` with B samples, shows that it is another
+        than that of the table: the first tensor that held the samples has other dimensions, or rows
+        that the data have chosen where those of a sibling were not.
         """
-        if not self.sizes or x.ndim == len(self.sizes) + 1:
+        is_alike = x.ndim == len(self.sizes) + 1
+        if is_alike and not self.is_assumed:
             return False
-        first = next(k for k, place in enumerate(self.arguments) if isinstance(place, Layout))
-        return i == first
+        holders = (k for k, place in enumerate(self.arguments) if isinstance(place, Layout))
+        if i != next(holders, None):
+            return False
+        return not is_alike or (not compiling() and owners_of(x, B) is not None)
 
     @property
     def is_use(self) -> bool:
@@ -68,7 +74,7 @@ def _any_rows(row: Row) -> Row:
         return place._replace(several=bool(place.several)) if isinstance(place, Layout) else place
 
     arguments, results = (tuple(map(without, places)) for places in (row.arguments, row.results))
-    return row._replace(arguments=arguments, results=results, sizes=())
+    return row._replace(arguments=arguments, results=results, sizes=(), is_assumed=False)
 
 
 class Facts(NamedTuple):

@@ -401,10 +401,10 @@ def _place(
     def fits(row: Row) -> bool:
         layout = row.argument(place)
         fits = not isinstance(layout, Layout) or leaf.fits(layout, x.shape)
-        return fits and not row.is_of_other_dims(place, x)
+        return fits and not row.is_of_another(place, x, leaf.samples)
 
     row = leaf.row(name, fits)
-    if row is not None and row.is_of_other_dims(place, x):
+    if row is not None and row.is_of_another(place, x, leaf.samples):
         row = Row(name)
     layout: Any = None
     if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows

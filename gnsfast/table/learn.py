@@ -400,7 +400,9 @@ def _assembled(
             if _agree([shown.rows_of_calls(other) for other in known]):
                 proofs[name] = f"its sibling {alike[0]}"
                 if name not in routes:
-                    rows[name], routes[name] = rows.get(alike[0], ()), routes[alike[0]]
+                    of_sibling = rows.get(alike[0], ())
+                    rows[name] = tuple(row._replace(is_assumed=True) for row in of_sibling)
+                    routes[name] = routes[alike[0]]
     for name, why in doubtful.items():
         if name not in proofs and unproven == "measure":
             proofs[name] = why

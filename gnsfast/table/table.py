@@ -238,13 +238,13 @@ def _packed(row: Row) -> list[Any]:
     places = [
         [p if isinstance(p, str | None) else [*p] for p in places_of] for places_of in row[1:3]
     ]
-    return [row.name, *places, sorted(row.chosen), [*row.sizes]]
+    return [row.name, *places, sorted(row.chosen), [*row.sizes], row.is_assumed]
 
 
 def _unpacked(packed: list[Any]) -> Row:
     def place(p: Any) -> Place | None:
         return Layout(*p) if isinstance(p, list) else p
 
-    name, arguments, results, chosen, sizes = packed
+    name, arguments, results, chosen, sizes, is_assumed = packed
     places = tuple(map(place, arguments)), tuple(map(place, results))
-    return Row(name, *places, frozenset(chosen), tuple(sizes))  # type: ignore[arg-type]
+    return Row(name, *places, frozenset(chosen), tuple(sizes), is_assumed)  # type: ignore[arg-type]

@@ -469,13 +469,15 @@ def test_masks_and_times_as_long_as_there_are_samples(lengths: tuple[int, ...]) 
         assert len(right_or_named(model, x, 4)) == 7
 
 
-def test_rows_at_a_mask_that_is_empty_first() -> None:
-    """A layer that no sample has reached takes the row of its sibling, whose input is [B, T, D].
-    Its own rows are as many as samples by chance.
+@pytest.mark.parametrize("pools", [False, True])
+def test_rows_at_a_mask_that_is_empty_first(pools: bool) -> None:
+    """A layer that no sample has reached takes the row of its sibling, whose input is [B, T, D] or
+    [B, D]. Its own rows are as many as samples by chance.
     """
 
     def run(m: Any, x: Tensor) -> Tensor:
-        mask, h = x[..., 0] > 2.0, m.layers[0](x)
+        mask = x[..., 0] > 2.0
+        h = x + m.layers[0](x.mean(1))[:, None] if pools else m.layers[0](x)
         return h.masked_scatter(mask[..., None].expand_as(h), m.layers[1](h[mask]))
 
     model = Made(run, layers=nn.ModuleList(nn.RMSNorm(D) for _ in range(2)))
