@@ -238,6 +238,19 @@ class TestErrors:
             gnsfast.configure(model)  # begins anew
         torch.testing.assert_close(*outputs)
 
+    def test_a_loss_is_not_proven(self) -> None:
+        batch = graphs()
+        with pytest.raises(ValueError, match="leave out loss="):
+            gnsfast.learn(GraphNet(), (batch,), rows=batch.rows, loss=loss_of)
+
+    def test_no_rows(self) -> None:
+        model, batch = GraphNet(), graphs()
+        with (
+            pytest.raises(gnsfast.SampleShapeError, match=r"rows=owner\), which is batch.batch"),
+            gnsfast.per_sample_sqnorms(model, batch.n),
+        ):
+            loss_of(model, batch)
+
     def test_rows_without_a_map(self) -> None:
         model, batch = GraphNet(), graphs()
         norms = norms_of(model, batch, rows=batch.owner)

@@ -408,6 +408,12 @@ class GradientNoiseScale:
                 )
             if not observer.midway:
                 observer.begin(self._measured, self._passes)
+            table = observer.slab.followed.table
+            if table is not None and table.has_weights and tokens is None:
+                raise ValueError(
+                    "The samples of this loss have unequal weights: its table was proven with "
+                    "tokens=. Give those of this batch: gns.update(n, tokens=weights)"
+                )
             observer.open(block, cu_seqlens, rows)
         guard, self._is_in_pass = Guard(), True
         try:

@@ -103,7 +103,7 @@ def learn(
 
     Raises:
         ValueError: for a batch without samples, for an unknown ``unproven``, and for ``tokens``
-            that are not one weight for each sample of a ``loss``.
+            that are not one weight for each sample of a ``loss``, and for ``rows`` with a ``loss``.
         SampleShapeError: if no tensor of the batch has so many samples, and there is no ``take``.
         ObservationError: if a batch norm uses the statistics of its batch, if packed documents
             attend to each other, if the model does not take some of the samples, and inside of a
@@ -135,6 +135,11 @@ def learn(
         )
     followed = Followed.of(unwrapped(model))
     followed.refuse_batch_statistics()
+    if rows is not None and loss is not None:
+        raise ValueError(
+            "The loss of a ragged batch cannot be proven, because the batch is taken whole: leave "
+            "out loss=, or give take= in the place of rows="
+        )
     loss_of = None if loss is None else partial(loss, followed.structure.model)
     if run is None:
         run = _call(followed.structure.model) if loss_of is None else with_outputs(loss_of)
@@ -176,7 +181,8 @@ def of_loss(
     rtol = 5e-2 if table.is_half else 1e-3
     with _for_our_own_ends(followed), gates_open(followed.leaves, structure.groups):
         shown = loss_proof(Trial(followed, loss_of, samples, []), tokens, rtol)
-    return replace(table, loss=shown)
+    has_weights = tokens is not None and bool((tokens != tokens[0]).any())
+    return replace(table, loss=shown, has_weights=has_weights)
 
 
 def _call(model: nn.Module) -> Callable[[Any], Any]:

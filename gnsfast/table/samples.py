@@ -49,7 +49,9 @@ class Samples(NamedTuple):
             raise SampleShapeError(
                 f"{name}: the block has {n} samples, but the model got tensors of shape {shapes}, "
                 f"none of which has dimension 0 or 1 of size {rows}. Give the block the "
-                f"number of samples of the batch. If it has, say how to cut samples out: {TAKE}."
+                f"number of samples of the batch. If it has, say how to cut samples out: {TAKE}. "
+                "If samples have unequal numbers of rows, say whose each row is: "
+                "gns.update(n, rows=owner), which is batch.batch of torch_geometric."
             )
         return cls(batch, n, take, layouts)
 

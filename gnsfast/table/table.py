@@ -31,7 +31,8 @@ class Table:
     ``is_half``: the model computes in half precision. ``is_trained``: it is proven in training
     mode. ``has_ragged`` and ``has_even``: it was learnt from packed documents or another ragged
     batch, and from one in which each sample is as many rows. ``loss`` is ``"proven"`` of a loss
-    that ``learn(loss=...)`` was given, or why it is not; empty without one.
+    that ``learn(loss=...)`` was given, or why it is not; empty without one. ``has_weights``: the
+    samples of a loss have unequal weights, which ``learn(tokens=...)`` was given.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Table:
     has_ragged: bool = False
     loss: str = ""
     has_even: bool = True
+    has_weights: bool = False
 
     def __or__(self, other: "Table") -> "Table":
         """The table of both batches. A parameter is measured if one of them proves it and none
@@ -79,6 +81,7 @@ class Table:
             is_trained=self.is_trained or other.is_trained,
             has_ragged=self.has_ragged or other.has_ragged,
             has_even=self.has_even or other.has_even,
+            has_weights=self.has_weights or other.has_weights,
             loss=next(
                 (loss for loss in (self.loss, other.loss) if loss not in (PROVEN, "")),
                 self.loss or other.loss,

@@ -151,6 +151,32 @@ def test_tables_keep_it() -> None:
     assert "learn(model, batch, loss=...)" in str(without)
 
 
+def test_a_block_without_the_weights_that_were_proven() -> None:
+    net, batch = model(), batch_of()
+    table = gnsfast.learn(net, batch, loss=of_tokens, tokens=tokens(batch))
+    assert table.has_weights and (table | gnsfast.learn(net, batch["x"])).has_weights
+    gns = gnsfast.GradientNoiseScale(net, table)
+    with pytest.raises(ValueError, match=r"Give those of this batch: gns.update\(n, tokens="):
+        with gns.update(len(batch["x"])):
+            pass
+    equal = gnsfast.learn(net, batch, loss=of_means, tokens=torch.ones(len(batch["x"])))
+    assert equal.loss == PROVEN and not equal.has_weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 2.0], r"a number or a tensor \[2\], not list"),
+        (torch.tensor([1.0, -2.0]), "negative or NaN"),
+        (torch.tensor([1.0, torch.nan]), "negative or NaN"),
+    ],
+)
+def test_weights_that_are_none(weights: Any, message: str) -> None:
+    gns = gnsfast.GradientNoiseScale(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=message), gns.update(2, tokens=weights):
+        pass
+
+
 def test_nothing_is_changed() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(model(), nn.Dropout(0.5)).train()
