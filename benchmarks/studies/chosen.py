@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that gnsfast, nanochat's rule and Step Law choose for one small model, and the loss that
-each gives after the same tokens.
+"""The batch that gnsfast, nanochat's rule and Step Law choose for one small model, and the loss
+that each gives after the same tokens.
 
 The model has 25,000 parameters and sees half a million tokens, a thousandth and less of what the
 rules were fitted on: the table says what they choose there, not how they do where they belong.
@@ -116,8 +116,8 @@ def tables() -> Tables:
         )
     tokens = f"{TOKENS:,} tokens of {tiny_gpt.CONTEXT} a sample"
     return {
-        f"A byte-level GPT of 25,000 parameters, {tokens}: the batch that each chooses, the nearest "
-        "size that was trained, and its loss on held-out text": rows,
-        f"Every size, by the best of {len(FACTORS)} learning rates; mean of {len(SEEDS)} seeds, and "
-        "how far they are apart": [*runs.values()],
+        f"A byte-level GPT of 25,000 parameters, {tokens}: the batch that each chooses, the "
+        "nearest size that was trained, and its loss on held-out text": rows,
+        f"Every size, by the best of {len(FACTORS)} learning rates; mean of {len(SEEDS)} seeds, "
+        "and how far they are apart": [*runs.values()],
     }
