@@ -2,8 +2,11 @@
 """The batch that gnsfast, nanochat's rule and Step Law choose for one small model, and the loss
 that each gives after the same tokens.
 
+Every size trains the same tokens from the same initial weights, with the learning rate that is best
+for it. The rules choose a size alone: what they say of learning rates and weight decay is not used.
+
 The model has 25,000 parameters and sees half a million tokens, a thousandth and less of what the
-rules were fitted on: the table says what they choose there, not how they do where they belong.
+rules were fitted on. The table says what they choose there, not how they do where they belong.
 """
 
 import math
@@ -14,25 +17,30 @@ import torch
 
 import gnsfast
 from benchmarks.record import Rows, Tables
-from benchmarks.studies.training import LR
+from benchmarks.studies.training import LR, span
 from examples import tiny_gpt
 from gnsfast.critical_batch import Rules, laws
 from gnsfast.critical_batch.control import cosine
 
-TOKENS, SEEDS = 2**19, (1, 2)
-SIZES = (1, 2, 4, 8, 16, 64, 256)
+TOKENS, SEEDS = 2**19, (1, 2, 3, 4)
+SIZES = tuple(2**k for k in range(9))
+"""In samples; each of them divides the samples of the run."""
 FIRST = 4
-"""The batch in which gnsfast measures."""
+"""The batch in which gnsfast measures, with that size's best learning rate."""
 SHARES = (0.02, 0.1)
-"""Of the run, after which gnsfast chooses."""
+"""Of the run, after which gnsfast chooses: its noise scale is the batch."""
 AT = 16
-"""The batch size that has the learning rate ``LR``; others follow by the rule "sqrt"."""
-FACTORS = (1.0, 2.0, 4.0)
-"""Of that learning rate; the best one of each batch size counts."""
-HELD_OUT = 256
-NANOCHAT = 2**19, 10.5 * (12 * 12 * 768**2 + 768 * 32768)
-"""Its batch in tokens at depth 12, and the tokens of that run: 10.5 for each parameter of its
-matrices and its head."""
+"""Factors of learning rates are of ``LR`` at this batch size, by the rule "sqrt" at others."""
+HELD_OUT = 1024
+NANOCHAT = 2**19, 12 * (12 * 12 * 768**2 + 768 * 32768)
+"""Its batch in tokens at depth 12, and the tokens of that run: 12 for each parameter of its blocks
+and its head (``scripts/base_train.py`` of commit 92d63d4e; 10.5 when the rule was made)."""
+
+
+def nanochat_tokens(tokens: float) -> int:
+    """nanochat's batch in tokens: 2^19 (D / D of depth 12)^0.383, rounded to a power of two."""
+    reference, of_tokens = NANOCHAT
+    return int(2 ** round(math.log2(reference * (tokens / of_tokens) ** 0.383)))
 
 
 def trained(
@@ -42,13 +50,14 @@ def trained(
     torch.manual_seed(seed)
     model, text = tiny_gpt.TinyGPT(width=32, layers=1), tiny_gpt.read_text()
     cut, generator = len(text) * 9 // 10, torch.Generator().manual_seed(seed)
-    rate = LR * factor * Rules("sqrt").lr_factor(size / AT)
+    rate = learning_rate(size, factor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
     shape = cosine(TOKENS, warm_up=TOKENS // 20, final=0.1)
     gns = gnsfast.GradientNoiseScale(model)
     per_step = size * tiny_gpt.CONTEXT
     for step in range(math.ceil(until * TOKENS / per_step)):
-        optimizer.param_groups[0]["lr"] = rate * shape((step + 1) * per_step)
+        middle = (step + 0.5) * per_step  # of its tokens: the sum of rates is that of all sizes
+        optimizer.param_groups[0]["lr"] = rate * shape(middle)
         batch = tiny_gpt.draw(text[:cut], size, generator)
         if measured:
             with gns.update(size):
@@ -63,18 +72,24 @@ def trained(
         return tiny_gpt.loss_of(model, held_out).item(), gns
 
 
-def chosen() -> list[tuple[str, float]]:
-    """Who chooses which batch, in samples."""
-    reference, of_tokens = NANOCHAT
-    nanochat = reference * (TOKENS / of_tokens) ** 0.383 / tiny_gpt.CONTEXT
-    step_law = laws.STEP_LAW.batch_tokens(TOKENS) / tiny_gpt.CONTEXT
-    found = []
-    for share in SHARES:
-        scales = [trained(seed, FIRST, 1.0, share, True)[1].compute().noise_scale for seed in SEEDS]
-        finite = [scale for scale in scales if 0 < scale < math.inf]
-        value = statistics.geometric_mean(finite) if finite else math.nan
-        found.append((f"gnsfast after {share:.0%} of the run", value))
-    return [*found, ("nanochat, D^0.383", nanochat), ("Step Law", step_law)]
+def learning_rate(size: int, factor: float) -> float:
+    return LR * factor * Rules("sqrt").lr_factor(size / AT)
+
+
+def tuned(size: int) -> tuple[float, list[float]]:
+    """The best factor of the learning rate, between two worse ones half and twice as large, and the
+    loss of each seed.
+    """
+    runs: dict[float, list[float]] = {}
+    best, tried = 2.0, None
+    while best != tried:
+        tried = best
+        for factor in (tried / 2, tried, tried * 2):
+            if factor not in runs:
+                runs[factor] = [trained(seed, size, factor)[0] for seed in SEEDS]
+        best = min(runs, key=lambda factor: statistics.mean(runs[factor]))
+    print(size, {factor: statistics.mean(losses) for factor, losses in runs.items()}, flush=True)
+    return best, runs[best]
 
 
 def nearest(size: float) -> int:
@@ -82,42 +97,67 @@ def nearest(size: float) -> int:
     return min(SIZES, key=lambda each: abs(math.log(each / size)))
 
 
-def sweep() -> dict[int, dict[str, Any]]:
-    """Each size with the best of the learning rates: the mean loss over the seeds."""
-    found = {}
-    for size in SIZES:
-        runs = {f: [trained(seed, size, f)[0] for seed in SEEDS] for f in FACTORS}
-        factor = min(runs, key=lambda each: statistics.mean(runs[each]))
-        losses = runs[factor]
-        found[size] = {
-            "batch size": size,
-            "steps": math.ceil(TOKENS / (size * tiny_gpt.CONTEXT)),
-            "learning rate": LR * factor * Rules("sqrt").lr_factor(size / AT),
-            "loss": statistics.mean(losses),
-            "apart": max(losses) - min(losses),
-        }
-        print(found[size], flush=True)
-    return found
+def noise_scales(share: float, factor: float) -> list[float]:
+    """What each seed measures in this share of its run; infinite where |G|² is not resolved."""
+    runs = [trained(seed, FIRST, factor, share, True)[1] for seed in SEEDS]
+    return [gns.compute().noise_scale for gns in runs]
+
+
+def row(who: str, says: list[float], runs: dict[int, tuple[float, list[float]]]) -> dict[str, Any]:
+    """What each seed's size is, the losses of the nearest trained sizes, and how far they are above
+    those of the size that is best on average, seed by seed.
+    """
+    best = min(runs, key=lambda size: statistics.mean(runs[size][1]))
+    with_number = [at for at, size in enumerate(says) if math.isfinite(size)]
+    found: dict[str, Any] = {"who": who, "seeds with a number": len(with_number)}
+    if not with_number:
+        return found
+    sizes = [says[at] for at in with_number]
+    losses = [runs[nearest(says[at])][1][at] for at in with_number]
+    above = [loss - runs[best][1][at] for loss, at in zip(losses, with_number)]
+    trained_at = sorted({nearest(size) for size in sizes})
+    return found | {
+        "samples": span(statistics.geometric_mean(sizes), min(sizes), max(sizes)),
+        "trained": ", ".join(map(str, trained_at)),
+        "steps": ", ".join(str(steps_of(size)) for size in trained_at),
+        "loss": statistics.mean(losses),
+        "above the best": f"{statistics.mean(above):.4f} ({min(above):.4f} to {max(above):.4f})",
+    }
+
+
+def steps_of(size: int) -> int:
+    return TOKENS // (size * tiny_gpt.CONTEXT)
 
 
 def tables() -> Tables:
-    runs = sweep()
-    best = min(run["loss"] for run in runs.values())
-    rows: Rows = []
-    for who, size in chosen():
-        none = {"who": who, "says": "no number", "loss": None}
-        if not math.isfinite(size):
-            rows.append(none)
-            continue
-        run = runs[nearest(size)]
-        rows.append(
-            {"who": who, "says": size, "trained": run["batch size"], "steps": run["steps"]}
-            | {"loss": run["loss"], "above the best": run["loss"] - best}
+    runs = {size: tuned(size) for size in SIZES}
+    sizes: Rows = [
+        {
+            "batch size": size,
+            "steps": steps_of(size),
+            "learning rate": learning_rate(size, factor),
+            "loss": statistics.mean(losses),
+            "lowest": min(losses),
+            "highest": max(losses),
+        }
+        for size, (factor, losses) in runs.items()
+    ]
+    says = {
+        f"gnsfast, {share:.0%} of the run": noise_scales(share, runs[FIRST][0]) for share in SHARES
+    }
+    says |= {
+        who: [tokens / tiny_gpt.CONTEXT] * len(SEEDS)
+        for who, tokens in (
+            ("nanochat, D^0.383", nanochat_tokens(TOKENS)),
+            ("Step Law", laws.STEP_LAW.batch_tokens(TOKENS)),
         )
-    tokens = f"{TOKENS:,} tokens of {tiny_gpt.CONTEXT} a sample"
+    }
+    budget = f"{TOKENS:,} tokens in samples of {tiny_gpt.CONTEXT}, {len(SEEDS)} seeds"
     return {
-        f"A byte-level GPT of 25,000 parameters, {tokens}: the batch that each chooses, the "
-        "nearest size that was trained, and its loss on held-out text": rows,
-        f"Every size, by the best of {len(FACTORS)} learning rates; mean of {len(SEEDS)} seeds, "
-        "and how far they are apart": [*runs.values()],
+        f"A byte-level GPT of 25,000 parameters, {budget}: the batch that each chooses, the "
+        "nearest trained size, its loss on held-out text, and that loss above the best size's": [
+            row(who, each, runs) for who, each in says.items()
+        ],
+        "Every size, each with its best learning rate of factors of two; mean over the seeds, "
+        "lowest and highest": sizes,
     }
