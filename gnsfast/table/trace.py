@@ -161,7 +161,7 @@ def _places(
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
-    if call.per_sample is not None:
+    if _is_chosen(call, other):
 
         def chosen(places: list[Any]) -> list[Any]:
             return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
@@ -170,6 +170,17 @@ def _places(
     if UNKNOWN in arguments:
         results = [UNKNOWN if place == SHARED else place for place in results]
     return arguments, results
+
+
+def _is_chosen(call: Call, other: Call | None) -> bool:
+    """Whether the data have chosen the rows of a call: both passes say so, from as many rows of a
+    sample. One of as many time steps as a multiple of the samples is no choice, by chance alone.
+    """
+    if call.per_sample is None or other is None:
+        return call.per_sample is not None
+    return other.per_sample is not None and (
+        call.per_sample == other.per_sample or not (call.per_sample and other.per_sample)
+    )
 
 
 def _row(call: Call, other: Call | None, traces: Traces) -> Row:
