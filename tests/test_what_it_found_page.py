@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import widened
+from oracle import gradients_of, noise_scale_of, widened
 from test_docs_pages import DOCS, code
-from torch import Tensor
 
 PAGE = DOCS / "how-to" / "what-it-found.md"
 NUMBER = re.compile(r"(?<!\w)\d+(?:,\d{3})*(?:\.\d+)?")
@@ -51,26 +50,6 @@ def test_scripts_print_the_logs(found: tuple[dict[str, Any], list[str]]) -> None
             assert a == pytest.approx(b, rel=1e-3, abs=0.51 * 10**-digits), (here, there)
 
 
-def gradients(model: Any, samples: list[Tensor]) -> Tensor:
-    """[samples, elements] of their own losses."""
-    rows = [torch.autograd.grad(loss, [*model.parameters()]) for loss in samples]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-
-
-def noise_scale(g_KnP: Tensor, weight_Kn: Tensor) -> float:
-    """Of means over the units of samples, such as tokens: from K updates of n gradients of a unit.
-
-    |G|² is the mean product of the gradients of two different samples, and tr Σ what is left of
-    their squares, both weighed by units; L̄ is the mean of a sample's.
-    """
-    u_KnP = weight_Kn[..., None] * g_KnP
-    p, q = u_KnP.square().sum(), u_KnP.sum(1).square().sum()
-    squares, whole = weight_Kn.square().sum(), weight_Kn.sum(1).square().sum()
-    grad_sqnorm = (q - p) / (whole - squares)
-    trace = (p - squares * grad_sqnorm) / (weight_Kn.numel() * weight_Kn.mean().square())
-    return float(trace / grad_sqnorm)
-
-
 def printed_by(printed: str) -> list[float]:
     """The noise scales of a log."""
     return [
@@ -83,8 +62,8 @@ def test_tokens(found: tuple[dict[str, Any], list[str]]) -> None:
     model, ids = widened(page["model_1"], page["ids"])
     lengths, labels = page["lengths"].double(), page["labels"]
     losses = [F.cross_entropy(model(ids[b : b + 1]).mT, labels[b : b + 1]) for b in range(512)]
-    g_KnP = gradients(model, losses).view(8, 64, -1)
-    truth = noise_scale(g_KnP, lengths.view(8, 64))
+    g_KnP = gradients_of(model, losses).view(8, 64, -1)
+    truth = noise_scale_of(g_KnP, lengths.view(8, 64))
     assert printed_by(printed)[1] == pytest.approx(truth, rel=1e-3)
 
     rms = []  # of each sample's weight of a token over its mean over tokens, 1 / all tokens
@@ -108,7 +87,7 @@ def test_broken_sample(found: tuple[dict[str, Any], list[str]]) -> None:
     seen = []
     for number, rows in enumerate(order.split(32)):
         losses = [F.mse_loss(model(x[b : b + 1]), y[b : b + 1]) for b in rows]
-        g_nP = gradients(model, losses)
+        g_nP = gradients_of(model, losses)
         sqnorm_n = g_nP.square().sum(1)
         for b, sqnorm in zip(rows, sqnorm_n):
             share, times = sqnorm / sqnorm_n.sum(), sqnorm / sqnorm_n.median()
@@ -134,5 +113,5 @@ def test_pairs(found: tuple[dict[str, Any], list[str]]) -> None:
         pairs.append(rows[-1][:32] + rows[-1][32:])
     for at, g_KnP in enumerate((torch.stack(rows), torch.stack(pairs))):
         g_KnP = g_KnP.detach()
-        truth = noise_scale(g_KnP, torch.ones(g_KnP.shape[:2], dtype=torch.float64))
+        truth = noise_scale_of(g_KnP)
         assert printed_by(printed)[2 * at] == pytest.approx(truth, rel=1e-3)

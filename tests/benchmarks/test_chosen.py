@@ -71,6 +71,8 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append((size, factor))
         return abs(math.log2(factor * size / 8)) + abs(math.log2(size / 4)) + seed / 100, None
 
+    monkeypatch.setattr(chosen, "TOKENS", 2**19)
+    monkeypatch.setattr(chosen, "SEEDS", (1, 2, 3, 4))
     monkeypatch.setattr(chosen, "trained", loss)
     monkeypatch.setattr(chosen, "noise_scales", lambda share, factor: [4.4, 7.0, 1.2, math.inf])
     rows, sizes = chosen.tables().values()
