@@ -61,6 +61,9 @@ class Call(NamedTuple):
     is_lookup: bool = False
 
 
+Lookup = tuple[Leaf, int]
+"""A lookup of rows of a parameter at ids, by its number."""
+
 Trace = dict[Leaf, list[Call]]
 """The calls of each parameter in their order. A call of several parameters is one of the first."""
 
@@ -212,7 +215,8 @@ def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], boo
     hold something true.
     """
     sizes, traces, is_half = (n, m), [Trace(), Trace()], False
-    lookups = set[tuple[Leaf, int]]()
+    lookups = set[Lookup]()
+    met: list[dict[Lookup, set[int]]] = [{}, {}]
     results: list[list[torch.Size]] = [[], []]
     before: list[Any] = [None, None]
     for number in range(MOST_PASSES):
@@ -220,6 +224,10 @@ def trace(run: Callable[[int], Any], n: int, m: int, agree: Callable[[bool], boo
         recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i], lookups)
         with recorder:
             out = run(sizes[i])
+        met[i] |= recorder.met
+        if number:
+            lookups |= {k for k, rows in met[0].items() if rows & met[1].get(k, rows)}
+            lookups |= {k for k, rows in met[1].items() if rows and k not in met[0]}
         results[i] = [_shape(t, sizes[i]) for t in tensors_of(out)]
         traces[i], is_half = recorder.trace, is_half or recorder.is_half
         before[i] = {leaf: [c.is_data for c in calls] for leaf, calls in traces[i].items()}
@@ -243,13 +251,15 @@ def _shape(t: Tensor, samples: int) -> torch.Size:
 
 class Recorder(TorchFunctionMode):
     """A pass with ``n`` samples in which each call that takes a parameter is written down.
-    ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those, by
-    their number, whose rows meet rows that the data have chosen: earlier passes show some.
+    ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those
+    whose rows meet rows that the data have chosen, as earlier passes of both sizes show. ``met`` is
+    for the other lookups that meet rows, from how many of a sample the data have chosen these.
     """
 
-    def __init__(self, n: int, other: Trace, m: int, lookups: set[tuple[Leaf, int]]) -> None:
+    def __init__(self, n: int, other: Trace, m: int, lookups: set[Lookup]) -> None:
         super().__init__()
         self.n, self.other, self.m, self.lookups = n, other, m, lookups
+        self.met: dict[Lookup, set[int]] = {}
         self._counts: dict[Leaf, int] = {}
         self.trace: Trace = {}
         self.is_half = False
@@ -315,7 +325,7 @@ class Recorder(TorchFunctionMode):
                     t._gnsfast_lookup = lookup
         return out
 
-    def _lookup(self, name: str, arguments: list[Any]) -> tuple[Leaf, int] | None:
+    def _lookup(self, name: str, arguments: list[Any]) -> Lookup | None:
         """The number of a call among those that look up rows of its table at a list of ids."""
         if name not in LOOKUPS:
             return None
@@ -339,8 +349,8 @@ class Recorder(TorchFunctionMode):
         for x in arguments:
             if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(looked_up):
                 owners = None if x is looked_up else owners_of(x, self.n)
-                if owners is not None and owners.per_sample:
-                    self.lookups.add(lookup)
+                per_sample = {owners.per_sample} if owners and owners.per_sample else set()
+                self.met.setdefault(lookup, set()).update(per_sample)
 
     def _note(self, call: Call, data: list[Any], results: list[Tensor]) -> None:
         leaf = min(call.leaves, key=lambda leaf: leaf.index)

@@ -329,6 +329,20 @@ def test_a_time_step_is_no_sample(at: int | str, steps: int) -> None:
         assert_right(model, torch.randn(n, steps, D), num_samples=n)
 
 
+@pytest.mark.parametrize("steps", [3, 4, 5, 12])
+def test_a_word_beside_each_time_step(steps: int) -> None:
+    """Its table is looked up at ids of the samples; the data have not chosen the step's rows."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        words = (x.abs() * 9).long() % 10
+        out = [m.words(words[:, t, 0]) + h for t, h in enumerate(m.a(x).transpose(0, 1))]
+        return torch.stack(out, 1)
+
+    model = Made(forward, a=linear(), words=nn.Embedding(10, D))
+    for n in (4, 6):
+        assert_right(model, torch.randn(n, steps, D), num_samples=n)
+
+
 def queries(m: Any, x: Tensor) -> Tensor:
     """As in DETR: the first layers get the same queries for each sample, which lie first."""
     h = m.table.weight.unsqueeze(1).repeat(1, len(x), 1)
