@@ -5,7 +5,7 @@ that each gives after the same tokens.
 Every size trains the same tokens from the same initial weights, with the learning rate that is best
 for it. The rules choose a size alone: what they say of learning rates and weight decay is not used.
 
-The model has 25,000 parameters and sees a million tokens, a thousandth and less of what the
+The model has 25,000 parameters and sees half a million tokens, a thousandth and less of what the
 rules were fitted on. The table says what they choose there, not how they do where they belong.
 """
 
@@ -22,7 +22,7 @@ from examples import tiny_gpt
 from gnsfast.critical_batch import Rules, laws
 from gnsfast.critical_batch.control import cosine
 
-TOKENS, SEEDS = 2**20, (1, 2, 3)
+TOKENS, SEEDS = 2**19, (1, 2, 3, 4)
 SIZES = tuple(2**k for k in range(9))
 """In samples; each of them divides the samples of the run."""
 FIRST = 4

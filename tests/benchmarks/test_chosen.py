@@ -3,10 +3,12 @@
 
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import record
 from benchmarks.studies import chosen
 from examples import tiny_gpt
 from gnsfast.critical_batch import laws
@@ -83,3 +85,21 @@ def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["loss"] == pytest.approx((0.01 + 1.02 + 2.03) / 3)
     assert first["above the best"] == "1.0000 (0.0000 to 2.0000)"
     assert nanochat["samples"] == "256 (256 to 256)" and nanochat["steps"] == "16"
+
+
+def test_the_page_has_the_newest_record() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "planning.md").read_text()
+    newest = record.newest("cpu-chosen")
+    assert newest is not None and f"{newest.name}.md" in page
+    [rows, sizes] = newest.tables.values()
+    lines = newest.path.with_suffix(".md").read_text().splitlines()
+    for row in rows:
+        [line] = (each for each in lines if each.startswith(f"| {row['who']} | "))
+        who, seeds, *rest = line.split(" | ")
+        assert " | ".join([who, *rest]) in page.splitlines()
+        assert seeds == str(len(chosen.SEEDS))
+    assert [each["batch size"] for each in sizes] == [*chosen.SIZES]
+    best = min(sizes, key=lambda each: each["loss"])["batch size"]
+    assert f"The best size here is {best} sample" in " ".join(page.split())
+    tokens = chosen.steps_of(1) * tiny_gpt.CONTEXT
+    assert f"{tokens:,} tokens" in page and f"{sizes[0]['steps']:,}" in page
