@@ -47,7 +47,8 @@ class Call(NamedTuple):
     values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
     parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
     An index has chosen its rows from ``per_sample`` rows of each sample, zero if from which is not
-    known; None if no index did. ``has_grad``: it was called in grad mode.
+    known; None if no index did. ``is_piece``: all of one piece, of a sample or of another thing.
+    ``has_grad``: it was called in grad mode.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Call(NamedTuple):
     per_sample: int | None
     has_grad: bool
     is_lookup: bool = False
+    is_piece: bool = False
 
 
 Lookup = tuple[Leaf, int]
@@ -96,9 +98,10 @@ class Traces(NamedTuple):
             # What a reentrant checkpoint calls without a graph, it calls again with one.
             kept = [(k, c) for k, c in enumerate(calls) if c.has_grad or not in_grad_mode]
             rows = [(_row(c, _like(others, k, c), self), _like(others, k, c)) for k, c in kept]
+            agreed = [(c.name, _chosen(c, _like(others, k, c))) for k, c in enumerate(calls)]
             chosen = {
-                name: frozenset(c.per_sample for c in calls if c.name == name and c.per_sample)
-                for name in {call.name for call in calls}
+                name: frozenset(rows for each, rows in agreed if rows and each == name)
+                for name, _ in agreed
             }
             table[leaf.name] = tuple(
                 _with_chosen(_as_its_likes(row, other, rows), chosen) for row, other in rows
@@ -164,7 +167,7 @@ def _places(
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
-    if _is_chosen(call, other):
+    if _chosen(call, other) is not None:
 
         def chosen(places: list[Any]) -> list[Any]:
             return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
@@ -175,15 +178,17 @@ def _places(
     return arguments, results
 
 
-def _is_chosen(call: Call, other: Call | None) -> bool:
-    """Whether the data have chosen the rows of a call: both passes say so, from as many rows of a
-    sample. One of as many time steps as a multiple of the samples is no choice, by chance alone.
+def _chosen(call: Call, other: Call | None) -> int | None:
+    """From how many rows of a sample the data have chosen those of a call: zero if that is not
+    known, None if they have not. Both passes must say the same: one of so many time steps that
+    their number is by chance a multiple of the samples is no piece of a sample.
     """
-    if call.per_sample is None or other is None:
-        return call.per_sample is not None
-    return other.per_sample is not None and (
-        call.per_sample == other.per_sample or not (call.per_sample and other.per_sample)
-    )
+    a, b = call.per_sample, call.per_sample if other is None else other.per_sample
+    if a is None or b is None:
+        return None
+    if a != b:
+        return None if call.is_piece and other is not None and other.is_piece else 0
+    return a
 
 
 def _row(call: Call, other: Call | None, traces: Traces) -> Row:
@@ -253,7 +258,8 @@ class Recorder(TorchFunctionMode):
     """A pass with ``n`` samples in which each call that takes a parameter is written down.
     ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those
     whose rows meet rows that the data have chosen, as earlier passes of both sizes show. ``met`` is
-    for the other lookups that meet rows, from how many of a sample the data have chosen these.
+    for the other lookups that meet rows, from how many of a sample the data have chosen these, and
+    zero where no piece is.
     """
 
     def __init__(self, n: int, other: Trace, m: int, lookups: set[Lookup]) -> None:
@@ -349,8 +355,9 @@ class Recorder(TorchFunctionMode):
         for x in arguments:
             if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(looked_up):
                 owners = None if x is looked_up else owners_of(x, self.n)
-                per_sample = {owners.per_sample} if owners and owners.per_sample else set()
-                self.met.setdefault(lookup, set()).update(per_sample)
+                met = self.met.setdefault(lookup, set())
+                if owners is not None and owners.per_sample:
+                    met |= {owners.per_sample} if owners.is_piece else {owners.per_sample, 0}
 
     def _note(self, call: Call, data: list[Any], results: list[Tensor]) -> None:
         leaf = min(call.leaves, key=lambda leaf: leaf.index)
@@ -362,7 +369,10 @@ class Recorder(TorchFunctionMode):
         rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())
         x = next(rows, None) if is_data else None
         owners = None if x is None else owners_of(x, self.n)
-        calls.append(call._replace(is_data=is_data, per_sample=owners and owners.per_sample))
+        call = call._replace(is_data=is_data)
+        if owners is not None:
+            call = call._replace(per_sample=owners.per_sample, is_piece=owners.is_piece)
+        calls.append(call)
         for t in () if is_data else results:
             if t.requires_grad and _leaf_of(t) is None:
                 t._gnsfast_made_of = leaf  # type: ignore[attr-defined]

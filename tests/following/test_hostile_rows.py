@@ -329,6 +329,23 @@ def test_a_time_step_is_no_sample(at: int | str, steps: int) -> None:
         assert_right(model, torch.randn(n, steps, D), num_samples=n)
 
 
+@pytest.mark.parametrize("steps", [3, 8, 9, 12])
+def test_the_last_steps_of_sorted_samples(steps: int) -> None:
+    """Two indexes of a tensor with time first. In the first batch all samples are as long."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        last = (x[:, 0, 0].abs() * 9).long() % steps
+        order = last.argsort(stable=True)
+        h = m.a(x.transpose(0, 1)).tanh()
+        return m.b(h[last[order], order])[order.argsort()]
+
+    model = Made(forward, a=linear(), b=linear())
+    x = torch.randn(6, steps, D)
+    x[:, 0, 0] = 0.0
+    for batch in (x, torch.randn(6, steps, D), torch.randn(6, steps, D)):
+        assert right_or_named(model, batch, 6) >= {"a.weight", "a.bias"}
+
+
 @pytest.mark.parametrize("steps", [3, 4, 5, 12])
 def test_a_word_beside_each_time_step(steps: int) -> None:
     """Its table is looked up at ids of the samples; the data have not chosen the step's rows."""
