@@ -2,9 +2,9 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``families``: of which of transformers' architectures the norms are right;
 ``intervals``: whether those of noise scales hold the truth; ``present``: whether they do at the
-weights of a training run; ``bits``: whether losses stay the same; ``passes``: what
-``source="local"`` costs; ``updates``: what whole updates of small models cost; ``host``: what a
-layer costs in Python.
+weights of a training run; ``chosen``: the batch of gnsfast, nanochat and Step Law, and its loss;
+``bits``: whether losses stay the same; ``passes``: what ``source="local"`` costs; ``updates``: what
+whole updates of small models cost; ``host``: what a layer costs in Python.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.cpu import host, updates
 from benchmarks.cpu import parts as cpu
 from benchmarks.families import sweep
 from benchmarks.gpu import parts as gpu
-from benchmarks.studies import bits, intervals, passes, present
+from benchmarks.studies import bits, chosen, intervals, passes, present
 
 
 class Study:
@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "gpu": (gpu, "the kernels on this GPU: right, then fast"),
     "intervals": (Study(intervals), "do they hold the truth"),
     "present": (Study(present), "do they hold it at the present weights; minutes"),
+    "chosen": (Study(chosen), "the batch by gnsfast, nanochat and Step Law; minutes"),
     "bits": (Study(bits), "whether losses stay the same to the last bit; minutes"),
     "passes": (Study(passes), "what each pass by itself costs in precision; seconds"),
     "updates": (updates, "of small models; two minutes"),

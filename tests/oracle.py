@@ -52,6 +52,29 @@ def loop_sqnorms(
     return norms
 
 
+def gradients_of(model: nn.Module, losses: Any) -> Tensor:
+    """[samples, elements]: the gradients of each of these losses."""
+    rows = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def noise_scale_of(g_KnP: Tensor, weight_Kn: Tensor | None = None) -> float:
+    """That of a mean over the units of samples, such as tokens, from the gradients of a unit of n
+    samples in each of K updates.
+
+    |G|² is the mean product of the gradients of two different samples, and tr Σ what is left of
+    their squares, both weighed by units; the divisor has a sample's mean number of units.
+    """
+    if weight_Kn is None:
+        weight_Kn = torch.ones_like(g_KnP[..., 0])
+    u_KnP = weight_Kn[..., None] * g_KnP
+    p, q = u_KnP.square().sum(), u_KnP.sum(1).square().sum()
+    squares, whole = weight_Kn.square().sum(), weight_Kn.sum(1).square().sum()
+    grad_sqnorm = (q - p) / (whole - squares)
+    trace = (p - squares * grad_sqnorm) / (weight_Kn.numel() * weight_Kn.mean().square())
+    return float(trace / grad_sqnorm)
+
+
 def assert_norms(
     norms: Any, loop: dict[str, Tensor], rtol: float = 1e-5, names: Any = None
 ) -> None:

@@ -204,7 +204,8 @@ def levanter(schedule: BatchSizeSchedule) -> list[dict[str, int]]:
     """Levanter's ``train_batch_size``: the ``ScheduleStep(start, value)`` of each batch size, from
     the step on with which it begins. ``num_train_steps`` is ``schedule.steps``.
 
-    Source: stanford-crfm/levanter, ``src/levanter/schedule.py``, ``BatchSchedule``.
+    Source: stanford-crfm/levanter, ``src/levanter/schedule.py``, ``BatchSchedule``, of release
+    1.2.dev1644. Release 1.1 takes one size alone.
 
     >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
     >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)

@@ -13,11 +13,12 @@ from gnsfast.torch_internals import result_of, saved
 class Owners(NamedTuple):
     """The sample of each row that was chosen from a tensor in which a sample has
     ``per_sample`` rows. Zero stands for rows that the data have chosen in a way that is not
-    followed.
+    followed. ``is_piece``: they are all rows of one piece of the tensor, such as ``x[k]``.
     """
 
     owner_N: Tensor
     per_sample: int
+    is_piece: bool = False
 
 
 def owners_of(x: Tensor, B: int) -> Owners | None:
@@ -33,7 +34,7 @@ def owners_of(x: Tensor, B: int) -> Owners | None:
     if not index.rows or index.rows % B or index.is_behind_another(B):
         return Owners(index.at_n, 0)
     per_sample = index.rows // B
-    return Owners(index.at_n // per_sample, per_sample)
+    return Owners(index.at_n // per_sample, per_sample, index.is_piece)
 
 
 class _Index(NamedTuple):
@@ -43,6 +44,7 @@ class _Index(NamedTuple):
     node: Any
     number: int
     rows: int
+    is_piece: bool = False
 
     def is_behind_another(self, B: int) -> bool:
         """Whether an index has chosen these rows too."""
@@ -91,7 +93,7 @@ def _index_of(node: Any, number: int, n: int, B: int) -> _Index | None:
             if rows and rows % B == 0 and _holds(size[1:-1].numel(), n, start):
                 at = (at + rows) % 2**64 if at >= rows else at  # -1 has no sign there
                 at_n = torch.full((n,), at, device=result_of(node, 0).device)
-                return _Index(at_n, behind[0][0], behind[0][1], rows)
+                return _Index(at_n, behind[0][0], behind[0][1], rows, is_piece=True)
         if name == "IndexBackward0" or (name in ALONG and saved(node, "dim") == 0):
             size = _size_of(*behind[0])
             index, skipped = _saved_index(node)

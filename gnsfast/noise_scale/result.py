@@ -305,10 +305,11 @@ class NoiseScale(ModuleNoiseScale):
         cost: the share of the time that measuring takes, with a ``budget``.
         errors: how many updates an error of gnsfast has dropped, with ``on_error="skip"``.
         unequal: how unequally micro-batches and processes weigh tokens, or samples without
-            ``tokens``: the root mean square of a token's weight over its mean, so 1 where all weigh
-            alike. It is above 1 where each micro-batch takes a mean over tokens of its own: all
-            numbers are then those of that gradient, which is not the mean over all tokens of an
-            update. NaN for ``source="local"``, where passes are measured by themselves.
+            ``tokens``: the root mean square, over samples, of the weight of a token of theirs, over
+            its mean over tokens, so 1 where all weigh alike. It is above 1 where each micro-batch
+            takes a mean over tokens of its own: all numbers are then those of that gradient, which
+            is not the mean over all tokens of an update. NaN for ``source="local"``, where passes
+            are measured by themselves.
         loss: why the table's proof of the loss failed (``gnsfast.learn(loss=...)``); empty where it
             did not, or was not asked for.
     """
@@ -353,10 +354,11 @@ class NoiseScale(ModuleNoiseScale):
         lines = []
         if self.unequal > UNEQUAL:
             lines.append(
-                "Micro-batches weigh tokens unequally: the root mean square of a token's weight is "
-                f"{self.unequal:.3g} times its mean. This is the noise scale of that gradient, not "
-                "of the mean over all tokens of an update. To train that mean, divide the sum of "
-                "each micro-batch's losses by the tokens of the whole update."
+                "Micro-batches weigh tokens unequally: the root mean square, over samples, of a "
+                f"token's weight is {self.unequal:.3g} times its mean over tokens. This is the "
+                "noise scale of that gradient, not of the mean over all tokens of an update. To "
+                "train that mean, divide the sum of each micro-batch's losses by the tokens of the "
+                "whole update."
             )
         if self.loss:
             lines.append(f"Proven for the model, not for the loss: {self.loss}.")

@@ -50,7 +50,8 @@ class Call(NamedTuple):
     values. A gradient goes through the ``active`` arguments to the batch. ``leaves`` are all
     parameters that it takes. ``is_data``: its results are no longer made of parameters alone.
     An index has chosen its rows from ``per_sample`` rows of each sample, zero if from which is not
-    known; None if no index did. ``has_grad``: it was called in grad mode.
+    known; None if no index did. ``is_piece``: all of one piece, of a sample or of another thing.
+    ``has_grad``: it was called in grad mode.
     """
 
     name: str
@@ -62,7 +63,11 @@ class Call(NamedTuple):
     per_sample: int | None
     has_grad: bool
     is_lookup: bool = False
+    is_piece: bool = False
 
+
+Lookup = tuple[Leaf, int]
+"""A lookup of rows of a parameter at ids, by its number."""
 
 Trace = dict[Leaf, list[Call]]
 """The calls of each parameter in their order. A call of several parameters is one of the first."""
@@ -98,9 +103,10 @@ class Traces(NamedTuple):
             # What a reentrant checkpoint calls without a graph, it calls again with one.
             kept = [(k, c) for k, c in enumerate(calls) if c.has_grad or not in_grad_mode]
             rows = [(_row(c, _like(others, k, c), self), _like(others, k, c)) for k, c in kept]
+            agreed = [(c.name, _chosen(c, _like(others, k, c))) for k, c in enumerate(calls)]
             chosen = {
-                name: frozenset(c.per_sample for c in calls if c.name == name and c.per_sample)
-                for name in {call.name for call in calls}
+                name: frozenset(rows for each, rows in agreed if rows and each == name)
+                for name, _ in agreed
             }
             table[leaf.name] = tuple(
                 _with_chosen(_as_its_likes(row, other, rows), chosen) for row, other in rows
@@ -170,7 +176,7 @@ def _places(
     for i, place in enumerate(arguments):
         if place == SHARED and call.active[i]:  # data has chosen as many rows in both passes
             arguments[i] = UNKNOWN
-    if call.per_sample is not None:
+    if _chosen(call, other) is not None:
 
         def chosen(places: list[Any]) -> list[Any]:
             return [UNKNOWN if isinstance(p, Layout) and p.dim == 0 else p for p in places]
@@ -179,6 +185,19 @@ def _places(
     if UNKNOWN in arguments:
         results = [UNKNOWN if place == SHARED else place for place in results]
     return arguments, results
+
+
+def _chosen(call: Call, other: Call | None) -> int | None:
+    """From how many rows of a sample the data have chosen those of a call: zero if that is not
+    known, None if they have not. Both passes must say the same: one of so many time steps that
+    their number is by chance a multiple of the samples is no piece of a sample.
+    """
+    a, b = call.per_sample, call.per_sample if other is None else other.per_sample
+    if a is None or b is None:
+        return None
+    if a != b:
+        return None if call.is_piece and other is not None and other.is_piece else 0
+    return a
 
 
 def _row(call: Call, other: Call | None, traces: Traces) -> Row:
@@ -216,7 +235,8 @@ def trace(
     hold something true. ``maps`` tell whose rows those of a ragged batch are.
     """
     sizes, traces, is_half = (n, m), [Trace(), Trace()], False
-    lookups = set[tuple[Leaf, int]]()
+    lookups = set[Lookup]()
+    met: list[dict[Lookup, set[int]]] = [{}, {}]
     results: list[list[torch.Size]] = [[], []]
     before: list[Any] = [None, None]
     for number in range(MOST_PASSES):
@@ -224,6 +244,10 @@ def trace(
         recorder = Recorder(sizes[i], traces[1 - i], sizes[1 - i], lookups, maps)
         with recorder:
             out = run(sizes[i])
+        met[i] |= recorder.met
+        if number:
+            lookups |= {k for k, rows in met[0].items() if rows & met[1].get(k, rows)}
+            lookups |= {k for k, rows in met[1].items() if rows and k not in met[0]}
         results[i] = [_shape(t, sizes[i]) for t in tensors_of(out)]
         traces[i], is_half = recorder.trace, is_half or recorder.is_half
         before[i] = {leaf: [c.is_data for c in calls] for leaf, calls in traces[i].items()}
@@ -247,8 +271,10 @@ def _shape(t: Tensor, samples: int) -> torch.Size:
 
 class Recorder(TorchFunctionMode):
     """A pass with ``n`` samples in which each call that takes a parameter is written down.
-    ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those, by
-    their number, whose rows meet rows that the data have chosen: earlier passes show some.
+    ``other`` is the trace of a pass with ``m`` samples, if there was one. ``lookups`` are those
+    whose rows meet rows that the data have chosen, as earlier passes of both sizes show. ``met`` is
+    for the other lookups that meet rows, from how many of a sample the data have chosen these, and
+    zero where no piece is.
     """
 
     def __init__(
@@ -256,12 +282,13 @@ class Recorder(TorchFunctionMode):
         n: int,
         other: Trace,
         m: int,
-        lookups: set[tuple[Leaf, int]],
+        lookups: set[Lookup],
         maps: tuple[RowMap, ...] = (),
     ) -> None:
         super().__init__()
         self.maps = maps
         self.n, self.other, self.m, self.lookups = n, other, m, lookups
+        self.met: dict[Lookup, set[int]] = {}
         self._counts: dict[Leaf, int] = {}
         self.trace: Trace = {}
         self.is_half = False
@@ -327,7 +354,7 @@ class Recorder(TorchFunctionMode):
                     t._gnsfast_lookup = lookup
         return out
 
-    def _lookup(self, name: str, arguments: list[Any]) -> tuple[Leaf, int] | None:
+    def _lookup(self, name: str, arguments: list[Any]) -> Lookup | None:
         """The number of a call among those that look up rows of its table at a list of ids."""
         if name not in LOOKUPS:
             return None
@@ -351,8 +378,9 @@ class Recorder(TorchFunctionMode):
         for x in arguments:
             if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(looked_up):
                 owners = None if x is looked_up else owners_of(x, self.n)
+                met = self.met.setdefault(lookup, set())
                 if owners is not None and owners.per_sample:
-                    self.lookups.add(lookup)
+                    met |= {owners.per_sample} if owners.is_piece else {owners.per_sample, 0}
 
     def _note(self, call: Call, data: list[Any], results: list[Tensor]) -> None:
         leaf = min(call.leaves, key=lambda leaf: leaf.index)
@@ -364,7 +392,10 @@ class Recorder(TorchFunctionMode):
         rows = (t for t in data if t is not None and t.ndim == 2 and t.is_floating_point())
         x = next(rows, None) if is_data else None
         owners = None if x is None else self._owners(x)
-        calls.append(call._replace(is_data=is_data, per_sample=owners and owners.per_sample))
+        call = call._replace(is_data=is_data)
+        if owners is not None:
+            call = call._replace(per_sample=owners.per_sample, is_piece=owners.is_piece)
+        calls.append(call)
         for t in () if is_data else results:
             if t.requires_grad and _leaf_of(t) is None:
                 t._gnsfast_made_of = leaf  # type: ignore[attr-defined]

@@ -128,32 +128,54 @@ def test_torchtitan(thresholds: list[tuple[int, int]], monkeypatch: pytest.Monke
 
 
 class Optimizer:
-    """The part of Levanter's ``OptimizerConfig`` that sets learning rates."""
+    """The part of Levanter's ``OptimizerConfig`` that sets learning rates: Muon's asks for a second
+    one, of the parameters that Adam trains.
+    """
 
-    def lr_scheduler(self, num_train_steps: int) -> Any:
-        return lambda step: 3e-3 * decay(step / num_train_steps)
-
-
-def batch_size_at(segments: list[dict[str, int]], step: int) -> int:
-    """As Levanter's ``BatchSchedule`` reads its list."""
-    return [s["value"] for s in segments if s["start"] <= step][-1]
+    def lr_scheduler(self, num_train_steps: int, override_lr: float | None = None) -> Any:
+        peak = 3e-3 if override_lr is None else override_lr
+        return lambda step: peak * decay(step / num_train_steps)
 
 
+def read_by_levanter(schedule: list[dict[str, int]], step: int) -> tuple[int, int]:
+    """The size of this step and the samples before it, as Levanter's ``BatchSchedule`` finds them:
+    each entry holds from its start to the next one's, the last one without end.
+    """
+    before = 0
+    for entry, after in zip(schedule, [*schedule[1:], {"start": 2**63 - 1}]):
+        if entry["start"] <= step < after["start"]:
+            return entry["value"], before + (step - entry["start"]) * entry["value"]
+        before += (after["start"] - entry["start"]) * entry["value"]
+    raise ValueError(f"no entry holds at step {step}")
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "linear", "keep"])
 @pytest.mark.parametrize("thresholds", CASES)
-def test_levanter(thresholds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    numpy = pytest.importorskip("numpy")
+def test_levanter(
+    thresholds: list[tuple[int, int]], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the command prints, read as YAML and run: at each step, so at those beside a change too,
+    the size and the samples before it are those of the thresholds, and the learning rate is
+    Levanter's own at that step times the rule's factor.
+    """
+    numpy, yaml = pytest.importorskip("numpy"), pytest.importorskip("yaml")
     own = type("OptimizerConfig", (Optimizer,), {})
     modules(monkeypatch, "levanter.optim", OptimizerConfig=own)
     modules(monkeypatch, "jax.numpy", array=numpy.array, searchsorted=numpy.searchsorted)
     sys.modules["jax"].numpy = sys.modules["jax.numpy"]
-    schedule = schedule_of(thresholds)
-    exec(exports.lines("levanter", schedule), {})
-    rate, segments = own().lr_scheduler(schedule.steps), exports.levanter(schedule)
-    assert segments[0]["start"] == 0 and len({s["start"] for s in segments}) == len(segments)
-    for n, (_, size) in enumerate(walked(thresholds)):
-        assert batch_size_at(segments, n) == size
-        factor = math.sqrt(size / thresholds[0][1])
-        assert rate(n) == pytest.approx(3e-3 * decay(n / schedule.steps) * factor)
+    text = " ".join(f"{tokens}:{size}" for tokens, size in thresholds)
+    printed = invoke(text, "--export", "levanter", "--lr", rule)
+    config, lines = printed.split("\nlevanter\n")[1].split("\n\n# add these lines")
+    config, steps = yaml.safe_load(config), walked(thresholds)
+    exec("#" + lines, {})
+    assert config["num_train_steps"] == len(steps)
+    rate = own().lr_scheduler(len(steps))
+    adams = own().lr_scheduler(len(steps), override_lr=1e-3)
+    for n, (tokens, size) in enumerate(steps):
+        assert read_by_levanter(config["train_batch_size"], n) == (size, tokens // LENGTH)
+        factor = Rules(rule).lr_factor(size / thresholds[0][1])
+        wanted = decay(n / len(steps)) * factor
+        assert [rate(n), adams(n)] == pytest.approx([3e-3 * wanted, 1e-3 * wanted], rel=1e-12)
 
 
 NANOGPT = Path(__file__).parents[2] / "docs" / "recipes" / "nanogpt.md"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from examples_of_models import assert_right
 from hostile import D, Model, linear, over_batches, per_sample, right_or_named
 from made import Made
 from torch import Tensor, nn
@@ -309,6 +310,54 @@ def test_rows_that_numbers_of_python_have_chosen(lengths: list[int]) -> None:
     other = Made(first_tokens, a=linear(), c=linear(), w=torch.rand(D))
     x = torch.randn(4, 12, D), torch.tensor(lengths)
     assert right_or_named(other, x, 4) == {"a.weight", "a.bias"}
+
+
+@pytest.mark.parametrize("steps", [3, 5, 12])
+@pytest.mark.parametrize("at", [0, -1, "each"])
+def test_a_time_step_is_no_sample(at: int | str, steps: int) -> None:
+    """One of steps that come first, whose number is by chance a multiple of the samples in which
+    the model is learnt (3 and 4), or of those of the batch.
+    """
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, _ = m.rnn(x.transpose(0, 1))
+        rows = h.unbind(0) if at == "each" else [h[at]]
+        return torch.stack([m.scale * (m.shift + m.a(row)) for row in rows], 1)
+
+    model = Made(forward, rnn=nn.LSTM(D, D), a=linear(), shift=torch.rand(D), scale=torch.rand(D))
+    for n in (4, 6):
+        assert_right(model, torch.randn(n, steps, D), num_samples=n)
+
+
+@pytest.mark.parametrize("steps", [3, 8, 9, 12])
+def test_the_last_steps_of_sorted_samples(steps: int) -> None:
+    """Two indexes of a tensor with time first. In the first batch all samples are as long."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        last = (x[:, 0, 0].abs() * 9).long() % steps
+        order = last.argsort(stable=True)
+        h = m.a(x.transpose(0, 1)).tanh()
+        return m.b(h[last[order], order])[order.argsort()]
+
+    model = Made(forward, a=linear(), b=linear())
+    x = torch.randn(6, steps, D)
+    x[:, 0, 0] = 0.0
+    for batch in (x, torch.randn(6, steps, D), torch.randn(6, steps, D)):
+        assert right_or_named(model, batch, 6) >= {"a.weight", "a.bias"}
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 12])
+def test_a_word_beside_each_time_step(steps: int) -> None:
+    """Its table is looked up at ids of the samples; the data have not chosen the step's rows."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        words = (x.abs() * 9).long() % 10
+        out = [m.words(words[:, t, 0]) + h for t, h in enumerate(m.a(x).transpose(0, 1))]
+        return torch.stack(out, 1)
+
+    model = Made(forward, a=linear(), words=nn.Embedding(10, D))
+    for n in (4, 6):
+        assert_right(model, torch.randn(n, steps, D), num_samples=n)
 
 
 def queries(m: Any, x: Tensor) -> Tensor:
