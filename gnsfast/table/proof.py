@@ -415,11 +415,12 @@ def meeting(trial: Trial, places: Sequence[Place]) -> dict[str, str]:
 
 
 def _half(n: int) -> list[int]:
-    """Half of n samples. The few before them came in reversed order: if a model that sorts them
-    left them so, it puts sample 2 before sample 0 in the whole batch. So one of them is chosen.
+    """Half of n samples. The few before them came in reversed order: a model that sorts them and
+    left them so puts sample 2 before samples 1 and 0 in the whole batch. So these two are chosen.
     """
-    others = [b for b in range(n) if b not in (0, min(2, n - 1))]
-    return [0, *random.Random(n).sample(others, n // 2 - 1)] if n > 1 else []
+    first = [0, 1][: n // 2]
+    others = range(3, n) if n > 3 else range(0)
+    return first + random.Random(n).sample(others, n // 2 - len(first))
 
 
 def _mixed(norms: "dict[Leaf, Tensor] | str", chosen: Sequence[int]) -> dict[str, str]:

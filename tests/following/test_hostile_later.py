@@ -493,7 +493,7 @@ def test_rows_at_a_mask_that_is_empty_first(pools: bool) -> None:
         model(x).square().sum().backward()
 
 
-@pytest.mark.parametrize("B", [2, 3, 4])
+@pytest.mark.parametrize("B", [2, 3, 4, 5])
 def test_few_samples_that_are_sorted_by_chance(B: int) -> None:
     """Whatever order they come in, a model that sorts them is seen."""
 
