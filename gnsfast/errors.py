@@ -6,6 +6,10 @@ class SampleShapeError(ValueError):
     """The shape of an input does not show which rows belong to which sample."""
 
 
+class AmbiguousRowsError(ValueError):
+    """Rows of two kinds have the same number in this batch by chance, which is no mistake."""
+
+
 class ObservationError(RuntimeError):
     """Norms would be wrong, for example because a module ran twice, or because a gradient was
     changed after the backward pass.

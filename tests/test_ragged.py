@@ -194,6 +194,19 @@ def test_trajectories() -> None:
         assert packed_result == pytest.approx(alone, rel=1e-5)
 
 
+def test_rows_that_are_as_many_by_chance() -> None:
+    """They end no run: the update is left out, and counted."""
+    model = GraphNet()
+    gns = gnsfast.GradientNoiseScale(model)
+    for edges in (EDGES, [4, 2, 6, 3, 5], EDGES):
+        batch = ragged.draw(NODES, edges, shuffled=True)
+        with gns.update(batch.n, rows=batch.rows):
+            loss_of(model, batch).backward()
+        model.zero_grad()
+    result = gns.compute()
+    assert (result.updates, result.errors) == (2, 1)
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("rows", "message"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice, integer
-from gnsfast.errors import ObservationError
+from gnsfast.errors import AmbiguousRowsError, ObservationError
 from gnsfast.estimator.budget import Budget, Pace
 from gnsfast.estimator.errors import Errors
 from gnsfast.estimator.largest import LargestSample
@@ -320,7 +320,7 @@ class GradientNoiseScale:
             yield
         except Exception as error:
             self.discard()
-            if not self._skips:
+            if not self._skips and not isinstance(error, AmbiguousRowsError):
                 raise
             self._is_lost = True
             self._errors.add(error)

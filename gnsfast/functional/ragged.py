@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast.errors import AmbiguousRowsError
+
 
 class RowMap:
     """Whose sample each of ``size`` rows is. In the ``order`` of the samples, which is None where
@@ -83,9 +85,10 @@ class Ragged(NamedTuple):
         a row for each sample, such as what a model pools, need no map.
 
         Raises:
-            ValueError: if a map is not on the CPU, does not hold integers from 0 to ``num_samples``
-                - 1, or says something else than another map, or than a row for each sample, of as
-                many rows.
+            ValueError: if a map is not on the CPU, or does not hold integers from 0 to
+                ``num_samples`` - 1.
+            AmbiguousRowsError: if it says something else than another map, or than a row for each
+                sample, of as many rows.
         """
         given = _named(rows)
         for name, owner_N in given:
@@ -106,20 +109,20 @@ class Ragged(NamedTuple):
                     "num_samples is batch.num_graphs."
                 )
             if N in owners and not torch.equal(owners[N], owner_N):
-                raise ValueError(
+                raise AmbiguousRowsError(
                     f"{names[N]} and {name} have {N} rows both, of other samples, so the number "
                     "of rows does not tell which of them a tensor has. Append to one of them a row "
-                    "that has no loss, such as a node without edges, or let on_error='skip' of "
-                    "GradientNoiseScale leave this update out."
+                    "that has no loss, such as a node without edges. GradientNoiseScale leaves "
+                    "this update out."
                 )
             owners[N], names[N] = owner_N.to(torch.int64), name
         one_each = torch.arange(num_samples, device="cpu")
         if not torch.equal(owners.setdefault(num_samples, one_each), one_each):
-            raise ValueError(
+            raise AmbiguousRowsError(
                 f"{names[num_samples]} has {num_samples} rows, as many as there are samples, in "
                 "which sample b must then have row b: tensors that have one row for each sample "
-                "cannot be told from it. Sort these rows by sample, append a row that has no "
-                "loss, or let on_error='skip' of GradientNoiseScale leave this update out."
+                "cannot be told from it. Sort these rows by sample, or append a row that has no "
+                "loss. GradientNoiseScale leaves this update out."
             )
         return cls(tuple(_sorted(owner_N, num_samples) for owner_N in owners.values()), False)
 
