@@ -20,7 +20,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GNSFAST_CPU_PRODUCT", raising=False)
+    for name in ("GNSFAST_CPU_PRODUCT", "GNSFAST_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert found["versions"]["gnsfast"] == gnsfast.__version__
     kernel = next(row for row in found["backends"] if row["backend"] == "cpu")
