@@ -199,8 +199,6 @@ def check_factors(
                 f"[{num_samples}], such as its count of tokens or the weight of its class, "
                 f"not a tensor of shape {list(tokens.shape)}"
             )
-        if tokens.device.type == "cpu" and not bool((tokens >= 0).all()):  # no GPU is waited for
-            raise ValueError("tokens must be counts or weights, none of which is negative or NaN")
     elif tokens is not None and not isinstance(tokens, (int, float)):
         raise ValueError(
             f"tokens must be a number or a tensor [{num_samples}], not {type(tokens).__name__}"

@@ -163,18 +163,11 @@ def test_a_block_without_the_weights_that_were_proven() -> None:
     assert equal.loss == PROVEN and not equal.has_weights
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0, 2.0], r"a number or a tensor \[2\], not list"),
-        (torch.tensor([1.0, -2.0]), "negative or NaN"),
-        (torch.tensor([1.0, torch.nan]), "negative or NaN"),
-    ],
-)
-def test_weights_that_are_none(weights: Any, message: str) -> None:
+def test_weights_that_are_a_list() -> None:
     gns = gnsfast.GradientNoiseScale(nn.Linear(2, 1))
-    with pytest.raises(ValueError, match=message), gns.update(2, tokens=weights):
-        pass
+    with pytest.raises(ValueError, match=r"a number or a tensor \[2\], not list"):
+        with gns.update(2, tokens=[1.0, 2.0]):  # type: ignore[arg-type]
+            pass
 
 
 def test_nothing_is_changed() -> None:
