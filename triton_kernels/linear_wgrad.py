@@ -21,10 +21,10 @@ the kernel that finishes the operator (``linear_finish.py``) adds them. All is a
 order, so two runs give the same bits.
 
 Where nobody wants dW (``gradients="torch"``), ``dw_ptr`` is None and no tile reaches memory either.
-The rows have the same bits. With whole tiles this kernel then stores 4 (B + 1) tiles bytes, those
-of ``partial`` and ``sums``, and the finishing kernel 4 (B + 2). With dW they store I O numbers
-more. Parts of shared tiles are added before they are squared, so the scratch stays: 4 BLOCK_O
-BLOCK_I bytes for each of ``Balance.unfinished``.
+The rows have the same bits. With whole tiles this kernel then stores 4 (B + 1) tiles bytes beside
+its tickets, ``partial`` and ``sums``, and the finishing kernel 4 (B + 2). With dW they store I O
+numbers more. Parts of shared tiles are added before they are squared, so the scratch stays: 4
+BLOCK_O BLOCK_I bytes for each of ``Balance.unfinished``.
 """
 
 import functools

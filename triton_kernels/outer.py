@@ -132,7 +132,7 @@ def fused_wgrad(
     """
     x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
     extended = config is None and backends.backend("cuda") == "cuda"
-    if extended and dw_OI is not None and extension.takes(x, dy, dw_OI, add):
+    if extended and extension.takes(x, dy, dw_OI, add):
         own = bias is not None and bias.dy_BTN is dy  # not of a weight that is stored transposed
         db_O = bias.db_N if bias and own else None
         extension.linear_wgrad(x, dy, dw_OI, db_O, rows if own else rows[:1], add)
