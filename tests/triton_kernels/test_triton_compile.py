@@ -25,8 +25,9 @@ SPILLING = {(f"attention queries 256 {what}", "fp32") for what in ("all", "sinks
 SPILLING_OF = {"gfx942": {("attention keys 128 all, masked", "bf16")}}
 
 
-SINGLE_STORES = 3
-"""Of norms alone: tickets, a sample's square and that of the sum."""
+SINGLE_STORES = 5
+"""Of norms alone: tickets, a sample's square and that of the sum, each of these in two places on
+Blackwell. A tile takes four more at least."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -64,7 +65,7 @@ def test_compiled_kernels(capability: str) -> None:
         assert not row["unfenced"], f"{row['kernel']} multiplies what it may not see yet"
         assert row["noticed"] or not row["HGMMA"], f"{row['kernel']}: no wait is missed"
         if wgrad and "norms" in row["kernel"] and "mixed" not in row["kernel"]:
-            assert row["stores"] == SINGLE_STORES, f"{row['kernel']} stores a tile"
+            assert row["stores"] <= SINGLE_STORES, f"{row['kernel']} stores a tile"
         if "TMA" in row["kernel"]:
             assert row["UTMALDG"] and not row["LDGSTS"], f"{row['kernel']} reads by pointers"
     if why := budget.hold(f"triton-sm_{capability}", kernel_tables.triton_budget(rows)):
