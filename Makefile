@@ -23,7 +23,7 @@ WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examp
 # The launches of an sm_80 differ only where linear layers have no descriptors. Those of an sm_100 are those of an sm_90 in
 # Triton's first intermediate form, but for one tile, and make proof compiles each kernel for it.
 JIT_TESTS_90 := tests/reference/test_segments.py $(addprefix tests/triton_kernels/test_,triton_linear.py linear_finish.py \
-	triton_finish.py triton_layers.py triton_sizes.py attention_kernels.py)
+	triton_norms_alone.py triton_finish.py triton_layers.py triton_sizes.py attention_kernels.py)
 JIT_TESTS_80 := $(addprefix tests/triton_kernels/test_,triton_linear.py linear_finish.py \
 	triton_sizes.py::test_linear)
 JIT := PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --assert=plain -p no:warnings \

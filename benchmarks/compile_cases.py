@@ -152,6 +152,8 @@ def embedding_cases() -> Iterator[Case]:
         kinds = pointers | {"key_ptr": f"*{key}"}
         fn, name = embedding.embedding_wgrad_kernel, f"embedding_wgrad {key}"
         yield Case(name, fn, dtype, constants, 4, pointers=kinds, maxnreg=most)
+        alone = constants | {"dw_ptr": None}
+        yield Case(f"{name} norms", fn, dtype, alone, 4, pointers=kinds, maxnreg=most)
     for documents, key in product((False, True), ("i32", "i64")):
         constants = {"BLOCK": embedding.KEYS} | ({} if documents else {"starts_ptr": None})
         name = f"embedding_keys {key}{' documents' * documents}"

@@ -18,6 +18,8 @@ INSTANCES = [
     ("__nv_bfloat16", "__nv_bfloat16", STANDARD),
     ("__half", "float", STANDARD),
     ("__half", "__half", STANDARD),
+    ("__nv_bfloat16", "gnsfast::Nothing", STANDARD),
+    ("__half", "gnsfast::Nothing", STANDARD),
     ("__nv_bfloat16", "__nv_bfloat16", "Variant<192, 2, false, true>"),
     ("__nv_bfloat16", "__nv_bfloat16", "Variant<192, 1, true, true>"),
     ("__nv_bfloat16", "__nv_bfloat16", "Variant<256, 2, true, false>"),
@@ -39,7 +41,8 @@ template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}, gnsfa
 
 
 def generic_source() -> str:
-    pairs = [(e, o) for e in ("__nv_bfloat16", "__half") for o in ("float", e)]
+    outputs = ("float", "{}", "gnsfast::Nothing")
+    pairs = [(e, o.format(e)) for e in ("__nv_bfloat16", "__half") for o in outputs]
     operand = "const __grid_constant__ gnsfast::Operand"
     return '#include "linear_wgrad_sm80.cuh"\n' + "".join(
         f"template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}>("

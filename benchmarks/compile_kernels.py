@@ -43,6 +43,11 @@ ALIGNED = {"I", "O", "D", "N", "x_stride", "dy_stride"} | {
 }
 
 
+OUTPUTS = {"none": "norms"}
+"""Where dW goes -> how the kernel that is launched so is called."""
+NO_DW: tuple[dict[str, Any], ...] = ({}, {"dw_ptr": None})
+
+
 def cases(device: Device) -> Iterator[Case]:
     """What is launched on a device that this process pretends to have."""
     with tf32(True):
@@ -101,8 +106,8 @@ def linear_cases(device: Device) -> Iterator[Case]:
 
 def wgrad_cases(kind: str, config: configs.Config, has_tma: bool) -> Iterator[Case]:
     """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW in the inputs' dtype or
-    in float32 (under autocast), or added to; tiles whole, shared by programs, or both; by
-    descriptors and by pointers; of float32 on the ordinary cores also with unaligned rows.
+    in float32 (under autocast), or added to, or norms alone; tiles whole, shared by programs, or
+    both; by descriptors and by pointers; of float32 on the ordinary cores also with unaligned rows.
     """
     sharing = [dict(), dict(WHOLE=False, SHARED=True), dict(SHARED=True)]
     dtype = "bf16" if kind.startswith("half") else "fp32"
@@ -119,6 +124,7 @@ def wgrad_cases(kind: str, config: configs.Config, has_tma: bool) -> Iterator[Ca
             yield wgrad(dtype, config, dw=dw, **constants)
         if of_tiles.get("WHOLE", True):
             yield wgrad(dtype, config, dw="fp32", ADD=True, **constants)
+            yield wgrad(dtype, config, dw="none", **constants)
 
 
 def finish_cases() -> Iterator[Case]:
@@ -139,13 +145,15 @@ def finish_cases() -> Iterator[Case]:
         ("bf16", "fp32"),
         (None, plain, *weights),
         ((False, 1), (True, 2), (True, 256), (True, 4096)),
-        (False,),  # whether dW is rounded from a float32 product
+        ("",),
     )
     short = ((True, 8), (True, 16))
-    for dtype, weight, (bias, tokens), rounded in (
+    kinds_of_bias = ((False, 1), (True, 2), *short, (True, 256))
+    for dtype, weight, (bias, tokens), how in (  # dW rounded from a float32 product, norms alone
         *runs,
-        *product(("bf16", "fp32"), (plain, weights[0]), short, (False,)),
-        ("bf16", plain, (False, 1), True),
+        *product(("bf16", "fp32"), (plain, weights[0]), short, ("",)),
+        ("bf16", plain, (False, 1), "rounded"),
+        *product(("bf16",), (None, weights[0]), kinds_of_bias, ("norms",)),
     ):
         if weight is None and not bias:
             continue
@@ -154,15 +162,16 @@ def finish_cases() -> Iterator[Case]:
         values = plan.launch.values[len(linear_plan.FIXED) :]
         constants = dict(zip(linear_plan.CONSTANTS, values))
         absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
+        absent += ["dw_ptr", "db_ptr"] if how == "norms" else []
         floats = ("work_ptr", "product_ptr", "rows_ptr")
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
             height = constants["HEIGHT"]
             few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
             kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
-        words = [f"bias {constants['CHUNKS']}"] * bias + ["rounded"] * rounded
+        words = [f"bias {constants['CHUNKS']}"] * bias + [how] * (how != "")
         words += [f"of {tokens} tokens"] * ((bias, tokens) in short)
-        absent += [] if rounded else ["product_ptr"]
+        absent += [] if how == "rounded" else ["product_ptr"]
         yield Case(
             " ".join(["linear_finish", kind, *words]),
             linear_finish.linear_finish_kernel,
@@ -175,18 +184,24 @@ def finish_cases() -> Iterator[Case]:
 
 
 def segments_cases() -> Iterator[Case]:
-    half = [("bf16", "ieee", aligned, dw) for aligned in (True, False) for dw in ("bf16", "fp32")]
-    single = [("fp32", p, aligned, "fp32") for p in ("ieee", "tf32") for aligned in (True, False)]
+    outputs = ("bf16", "fp32", "none")
+    half = [("bf16", "ieee", aligned, dw) for aligned in (True, False) for dw in outputs]
+    single = [
+        ("fp32", p, aligned, dw)
+        for p in ("ieee", "tf32")
+        for aligned in (True, False)
+        for dw in ("fp32", "none")
+    ]
     for dtype, precision, aligned, dw in half + single:
         with tf32(precision == "tf32"):
             config = segments.fixed_config(DTYPES[dtype], aligned)
         words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
-        words += [f"to {dw}"] * (dw != dtype)
+        words += [OUTPUTS.get(dw, f"to {dw}")] * (dw != dtype)
         yield Case(
             " ".join(["linear_wgrad_segments", str(config), *words]),
             segments.linear_wgrad_segments_kernel,
             dtype,
-            blocks(config) | dict(PRECISION=precision),
+            blocks(config) | dict(PRECISION=precision) | NO_DW[dw == "none"],
             config.num_warps,
             config.num_stages,
             {"partial_ptr": "*fp32", "dw_ptr": f"*{dw}"}
@@ -245,7 +260,7 @@ def wgrad(
 ) -> Case:
     dw = dw or dtype
     flags = dict(ADD=False, WHOLE=True, SHARED=False) | options
-    constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
+    constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION) | NO_DW[dw == "none"]
     pointers = {"work_ptr": "*fp32", "tickets_ptr": "*i32", "dw_ptr": f"*{dw}"}
     if tma:
         pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"
@@ -257,7 +272,7 @@ def wgrad(
     words = ["add"] * flags["ADD"] + ["TMA"] * tma
     words += [("shared", "mixed")[flags["WHOLE"]]] * flags["SHARED"]
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
-    words += [f"to {dw}"] * (dw != dtype and not flags["ADD"])
+    words += [OUTPUTS.get(dw, f"to {dw}")] * (dw != dtype and not flags["ADD"])
     return Case(
         " ".join(["linear_wgrad", str(config), *words]),
         linear_wgrad.linear_wgrad_kernel,

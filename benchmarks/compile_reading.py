@@ -33,6 +33,7 @@ def read_cubin(compiled: Any, device: Device) -> dict[str, Any]:
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         "touched": in_flight.touched(sass),
         "unfenced": unfenced(compiled.asm["ptx"]),
+        "stores": len(re.findall(r"\bst\.global\b", compiled.asm["ptx"])),
         "noticed": len(in_flight.touched(in_flight.without_waits(sass))),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
     }

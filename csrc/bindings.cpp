@@ -36,12 +36,13 @@ Dtype dtype_of(const std::string& name) {
   if (name == "bfloat16") return Dtype::kBfloat16;
   if (name == "float16") return Dtype::kFloat16;
   if (name == "float32") return Dtype::kFloat32;
+  if (name == "none") return Dtype::kNone;
   throw std::invalid_argument("no kernel for " + name + ": bfloat16, float16 or float32");
 }
 
 Dtype half_of(const std::string& name, const Shape& s) {
   const Dtype element = dtype_of(name);
-  if (element == Dtype::kFloat32) {
+  if (element != Dtype::kBfloat16 && element != Dtype::kFloat16) {
     throw std::invalid_argument("x and dy must be bfloat16 or float16, " + text(s));
   }
   return element;
@@ -90,7 +91,7 @@ class LinearWgrad {
  public:
   LinearWgrad(const std::string& kernel, const py::tuple& shape, const std::string& element,
               const std::string& output, bool bias, int processors, int device)
-      : functions_(kernel_of(kernel, processors)), bias_(bias) {
+      : functions_(kernel_of(kernel, processors)) {
     const Shape s = shape_of(shape);
     call_.B = s[0];
     call_.T = s[1];
@@ -98,7 +99,8 @@ class LinearWgrad {
     call_.O = s[3];
     call_.element = half_of(element, s);
     call_.output = dtype_of(output);
-    if (call_.output != Dtype::kFloat32 && call_.output != call_.element) {
+    call_.bias = bias;
+    if (call_.output != Dtype::kFloat32 && call_.output != call_.element && stored()) {
       throw std::invalid_argument("dw must be float32 or " + element + ", not " + output);
     }
     call_.device = device;
@@ -116,9 +118,12 @@ class LinearWgrad {
     gnsfast::LinearWgrad call = call_;
     call.x = {pointer<const void>("x", x), x_stride_b, x_stride_t};
     call.dy = {pointer<const void>("dy", dy), dy_stride_b, dy_stride_t};
-    call.dw = pointer<void>("dw", dw);
-    call.db = pointer<void>("db", db, !bias_);
-    if (db && !bias_) throw std::invalid_argument("this call was made without a bias");
+    call.dw = pointer<void>("dw", dw, !stored());
+    call.db = pointer<void>("db", db, !call.bias || !stored());
+    if (db && !call.bias) throw std::invalid_argument("this call was made without a bias");
+    if ((dw || db) && !stored()) {
+      throw std::invalid_argument("this call gives norms alone: dw and db must be 0");
+    }
     if (add && call.output != Dtype::kFloat32) {
       throw std::invalid_argument("only a float32 dw is added to");
     }
@@ -135,11 +140,12 @@ class LinearWgrad {
   }
 
  private:
+  bool stored() const { return call_.output != Dtype::kNone; }
+
   gnsfast::Kernel functions_;
   gnsfast::LinearWgrad call_{};
   gnsfast::Plan plan_;
   int64_t workspace_;
-  bool bias_;
 };
 
 void token_sqnorms(uintptr_t x, int64_t x_stride, uintptr_t dy, int64_t dy_stride,
@@ -181,7 +187,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("x_stride_t"), py::arg("dy"), py::arg("dy_stride_b"), py::arg("dy_stride_t"),
            py::arg("dw"), py::arg("db"), py::arg("rows"), py::arg("row_stride"),
            py::arg("workspace"), py::arg("add"), py::arg("stream"),
-           "dW [O, I], db [O] unless 0, and their rows [1 or 2, B + 2], launched on a stream.");
+           "dW [O, I], db [O] unless 0, and their rows [1 or 2, B + 2], launched on a stream. Of "
+           "an output \"none\" the rows alone.");
   m.def("kernels", &kernels, "The names of linear_wgrad's kernels in this build.");
   m.def("token_sqnorms", &token_sqnorms, py::kw_only(), py::arg("x"), py::arg("x_stride"),
         py::arg("dy"), py::arg("dy_stride"), py::arg("shape"), py::arg("element"),

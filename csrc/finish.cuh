@@ -6,12 +6,12 @@
 //
 // Blocks are numbered by task:
 //
-//   parts   a share of a cut tile: adds its parts, writes dW               -> part_norms ─┐
+//   parts   a share of a cut tile: adds its parts, writes dW if wanted     -> part_norms ─┐
 //   norms   32 samples of some rows of partial norms: adds the rows        -> norm_sums   │
 //             the last of these samples writes their numbers                             ─┤
 //   sums    256 columns of dy, of some samples or of a chunk of one        -> bias_sums   │
 //             the last of these samples, where they are whole, writes their numbers       │
-//             the last of these columns writes db                          -> bias_norms ─┘
+//             the last of these columns writes db if wanted                -> bias_norms ─┘
 //
 // The last block to arrive writes the numbers of the sums. Each adds in the same order whichever
 // block it is, so two runs give the same bits.
@@ -86,7 +86,7 @@ GNSFAST_DEVICE double column_sum(const Number* from, int begin, int end, int col
 
 // Adds the parts of a share of a tile, in the order of the samples: the owner's, then the helpers'.
 template <class Output>
-GNSFAST_DEVICE void add_parts(Output* dw, const Problem& p, int block, double* shared) {
+GNSFAST_DEVICE void add_parts([[maybe_unused]] Output* dw, const Problem& p, int block, double* shared) {
   const Plan& plan = p.plan;
   const int share = block % p.tasks.shares, whose = block / p.tasks.shares;
   const int cut = whose / plan.tile.cluster, rank = whose % plan.tile.cluster;
@@ -106,14 +106,16 @@ GNSFAST_DEVICE void add_parts(Output* dw, const Problem& p, int block, double* s
       total[2 * k + 1] += v[1];
     }
   }
-  const Corner corner = corner_of(plan, plan.tile, plan.whole_tiles + cut, rank);
+  if constexpr (kStored<Output>) {
+    const Corner corner = corner_of(plan, plan.tile, plan.whole_tiles + cut, rank);
 #pragma unroll
-  for (int k = 0; k < kPairsOfThread; ++k) {
-    const int at = 2 * (begin + k * kFinishThreads);
-    const int row = corner.o + at / plan.tile.i, column = corner.i + at % plan.tile.i;
-    if (row < p.O && column < p.I) {
-      Output* to = dw + static_cast<int64_t>(row) * p.I + column;
-      store_pair(to, total[2 * k], total[2 * k + 1], p.add);
+    for (int k = 0; k < kPairsOfThread; ++k) {
+      const int at = 2 * (begin + k * kFinishThreads);
+      const int row = corner.o + at / plan.tile.i, column = corner.i + at % plan.tile.i;
+      if (row < p.O && column < p.I) {
+        Output* to = dw + static_cast<int64_t>(row) * p.I + column;
+        store_pair(to, total[2 * k], total[2 * k + 1], p.add);
+      }
     }
   }
   const double sqnorm = block_sum(sqnorm_of(total), shared);
@@ -199,7 +201,8 @@ GNSFAST_DEVICE void add_tokens(const Finish& f, int columns, int piece, float* s
 // sum, and of samples in chunks, kPieces / 2 at most. One block has to wait for all these loads, so
 // it asks for 16 at a time.
 template <class Output>
-GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns, float* shared) {
+GNSFAST_DEVICE void finish_bias([[maybe_unused]] Output* db, const Problem& p, int columns,
+                                float* shared) {
   constexpr int kLoads = 16;
   const int thread = thread_index(), pieces = p.tasks.pieces;
   const float* from =
@@ -238,8 +241,10 @@ GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns, float
     const int64_t row = static_cast<int64_t>(columns) * (p.B + 1);
     store_for_others(p.work.bias_norms + row + p.B - b + thread, norm);
   }
-  const int column = columns * kBiasColumns + thread;
-  if (column < p.O) store_one(db + column, static_cast<float>(total), p.add);
+  if constexpr (kStored<Output>) {
+    const int column = columns * kBiasColumns + thread;
+    if (column < p.O) store_one(db + column, static_cast<float>(total), p.add);
+  }
 }
 
 // Σ from[k · step] over ``count`` values, in every thread.

@@ -37,12 +37,16 @@ inline int grid_of(const Plan& plan) {
 // Calls ``launch`` with a value of the inputs' type and one of dW's.
 template <class Launch>
 void with_types(const LinearWgrad& call, Launch launch) {
-  const bool wide = call.output == Dtype::kFloat32;
-  if (call.element == Dtype::kBfloat16) {
-    wide ? launch(__nv_bfloat16{}, float{}) : launch(__nv_bfloat16{}, __nv_bfloat16{});
-  } else {
-    wide ? launch(__half{}, float{}) : launch(__half{}, __half{});
-  }
+  auto with_output = [&](auto element) {
+    if (call.output == Dtype::kNone) {
+      launch(element, Nothing{});
+    } else if (call.output == Dtype::kFloat32) {
+      launch(element, float{});
+    } else {
+      launch(element, element);
+    }
+  };
+  call.element == Dtype::kBfloat16 ? with_output(__nv_bfloat16{}) : with_output(__half{});
 }
 
 inline std::string described(const char* name, const Rows& rows, int B, int T, int features) {
@@ -52,9 +56,8 @@ inline std::string described(const char* name, const Rows& rows, int B, int T, i
 }
 
 inline Problem problem_of(const LinearWgrad& call, const Plan& plan) {
-  const bool bias = call.db != nullptr;
   const Problem p =
-      problem_of(call.B, call.T, call.I, call.O, call.add, plan, bias, call.workspace);
+      problem_of(call.B, call.T, call.I, call.O, call.add, plan, call.bias, call.workspace);
   if (p.tasks.blocks() > INT32_MAX) {
     throw std::invalid_argument(described("dy", call.dy, call.B, call.T, call.O) +
                                 " has too many samples for one launch");

@@ -8,7 +8,7 @@
 
 namespace gnsfast {
 
-enum class Dtype { kBfloat16, kFloat16, kFloat32 };
+enum class Dtype { kBfloat16, kFloat16, kFloat32, kNone };
 
 struct Rows {  // of x or dy: [B, T, features], the features side by side
   const void* data;
@@ -18,10 +18,10 @@ struct Rows {  // of x or dy: [B, T, features], the features side by side
 struct LinearWgrad {
   Rows x, dy;
   int B, T, I, O;
-  Dtype element, output;
-  void *dw, *db;  // db may be null
-  bool add;
-  float* rows;  // [1, or 2 with db; B + 2]
+  Dtype element, output;  // output: kNone for the rows alone
+  void *dw, *db;          // null where there is no output; db without a bias too
+  bool bias, add;
+  float* rows;  // [1, or 2 with a bias; B + 2]
   int64_t row_stride;
   void* workspace;
   void* stream;

@@ -168,8 +168,10 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
     block_sync();  // before the next piece fills what is still being read
     if (piece.slot < 0) {
       store_sqnorm(norms + p.B, sqnorm_of(total), lane);
-      const Matrix<Output> to{dw, p.O, p.I, p.add};
-      store_tile(to, total, corner.o + warp_o, corner.i + warp_i, lane);
+      if constexpr (kStored<Output>) {
+        const Matrix<Output> to{dw, p.O, p.I, p.add};
+        store_tile(to, total, corner.o + warp_o, corner.i + warp_i, lane);
+      }
     } else {
       float* part = part_at(p, kTile, piece.slot, 0);
       if (piece.begin == 0 && lane == 0) norms[p.B] = 0.f;  // finish_kernel has that of the sum

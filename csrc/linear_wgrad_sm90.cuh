@@ -210,9 +210,11 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<
     store_sqnorm(norms + piece.end - 1, pending, lane);
     const uint32_t consumer = warp * 32 + lane;
     if (piece.slot < 0) {
-      const Corner corner = corner_of(p.plan, V::kTile, piece.tile, rank);
+      [[maybe_unused]] const Corner corner = corner_of(p.plan, V::kTile, piece.tile, rank);
       store_sqnorm(norms + p.B, sqnorm_of(total), lane);
-      store_tile(Matrix<Output>{dw, p.O, p.I, p.add}, total, corner.o, corner.i, consumer);
+      if constexpr (kStored<Output>) {
+        store_tile(Matrix<Output>{dw, p.O, p.I, p.add}, total, corner.o, corner.i, consumer);
+      }
     } else {
       float* part = part_at(p, V::kTile, piece.slot, rank);
       if (piece.begin == 0 && lane == 0) norms[p.B] = 0.f;  // finish_kernel has that of the sum

@@ -1,9 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of linear_wgrad share: the pieces of work of a block, and sums of squares.
 #pragma once
+#include <type_traits>
+
 #include "plan.h"
 
 namespace gnsfast {
+
+// The type of dW and db where nobody wants them: the rows alone are written, with the same bits. A
+// store of it does not compile. A call then writes O I values of dW and O of db less; parts of cut
+// tiles still go to the scratch, since they are added before they are squared.
+struct Nothing {};
+template <class Output>
+constexpr bool kStored = !std::is_same_v<Output, Nothing>;
 
 constexpr int kBand = 8;  // rows of tiles that run together, so that x stays in L2
 

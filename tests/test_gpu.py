@@ -157,6 +157,9 @@ def assert_extension(
     again = torch.full_like(dw, start)
     extension.linear_wgrad(x, dy, again, None, alone, add, kernel)
     assert torch.equal(alone, rows[:1]) and torch.equal(again, dw)
+    without = torch.full_like(rows, torch.nan)
+    extension.linear_wgrad(x, dy, None, None, without, False, kernel)
+    assert torch.equal(without, rows)
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])

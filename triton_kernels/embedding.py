@@ -9,6 +9,9 @@ sum over a run. There is a program for each token: that of the first token of a 
 it, and the others return at once. A long run, as of padding, is cut where its sorted position is a
 multiple of ``PIECE``: the programs there sum a piece each, and the last of them adds the pieces in
 their order. A last kernel adds the squares of each sample and those of dW.
+
+Where nobody wants dW no memory is set to zero for it, V D numbers, and no run is stored. The row
+has the same bits.
 """
 
 from typing import Any
@@ -164,7 +167,7 @@ def embedding_wgrad_kernel(
     dy_ptr,  # [N, D]
     order_ptr,  # [N] int64: the token at each sorted position
     key_ptr,  # [N], sorted: id * B + sample
-    dw_ptr,  # [V, D] zeros
+    dw_ptr,  # [V, D] zeros, or None
     square_ptr,  # [2, N, D blocks] float32: of segments by token, of runs by sorted position
     pieces_ptr,  # [2, 2 multiples of PIECE, D] float32: of segments, of runs
     tickets_ptr,  # [2, D blocks, multiples] zeros
@@ -199,7 +202,7 @@ def embedding_wgrad_kernel(
             if place >= 0:
                 at = place.to(tl.int64) if of_run else tl.load(order_ptr + place)
                 tl.store(squares + at * blocks, tl.sum(total * total))
-                if of_run:
+                if of_run and dw_ptr is not None:
                     at_row = dw_ptr + row * D + offs_d
                     tl.store(at_row, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
 
@@ -253,15 +256,15 @@ def embedding_finish_kernel(
         tl.store(row_ptr + B + 1, 1.0)
 
 
-def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
-    """See ``EmbeddingWgrad``."""
-    dw, rows = a.results()
-    dw.zero_()
+def embedding_wgrad(a: EmbeddingWgrad, dw: Tensor | None, rows: Tensor) -> None:
+    """Fill ``dw``, unless it is None, and the probe ``rows`` [1, B + 2]."""
+    if dw is not None:
+        dw.zero_()
     ids_N, dy_ND = a.ids_BT.flatten(), a.dy_BTD.flatten(0, -2).contiguous()
     (N, D), B = dy_ND.shape, a.samples
     if not dy_ND.numel():
         rows.zero_()[:, -1] = 1.0
-        return dw, rows
+        return
     tile = config(D)
     blocks, T = triton.cdiv(D, tile["BLOCK_D"]), N // B
     # Half as many bits take half of the sort's time.
@@ -288,4 +291,3 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     embedding_finish_kernel[(programs,)](
         *(squares, starts, sums, tickets, rows, N, T, B, blocks), **finish
     )
-    return dw, rows

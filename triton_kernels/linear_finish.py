@@ -11,7 +11,8 @@ Its programs are of several kinds, told apart by their number:
         squares over the columns; the last one of a block of columns makes db there, and squares
         the samples whose chunks it adds;
     a piece of dW: the sum of a shared tile's parts, or of the plain product (the routes whose
-        norms do not come from tiles), and its square;
+        norms do not come from tiles), and its square, which is all that is left of it where nobody
+        wants dW;
     a sample: the sum of its tiles' squares, which is its number in the weight's row.
 
 The last program of all adds what the others have found about the sum and about the bias. Sums of
@@ -138,8 +139,9 @@ def add_bias(
                 tl.store(square_ptr + offs_b, tl.sum(g * g, 1), mask=offs_b < B)
                 whole += tl.sum(g, 0)
         tl.store(square_ptr + B, tl.sum(whole * whole))
-        whole_32 = whole.to(tl.float32)
-        tl.store(db_ptr + offs, whole_32.to(db_ptr.dtype.element_ty), mask=mask)
+        if db_ptr is not None:
+            whole_32 = whole.to(tl.float32)
+            tl.store(db_ptr + offs, whole_32.to(db_ptr.dtype.element_ty), mask=mask)
     return last
 
 
@@ -188,9 +190,10 @@ def merge_piece(
     at = tl.cast(offs_o, tl.int64) * I + offs_i
     mask = (offs_o < O) & (offs_i < I)
     tl.store(sums_ptr + first_tile + piece, tl.sum(total * total))
-    if ADD:
-        total += tl.load(dw_ptr + at, mask=mask, other=0.0)
-    tl.store(dw_ptr + at, total.to(dw_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
+        if ADD:
+            total += tl.load(dw_ptr + at, mask=mask, other=0.0)
+        tl.store(dw_ptr + at, total.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -229,7 +232,7 @@ SIZES = (
 def linear_finish_kernel(
     work_ptr,  # float32: the parts of shared tiles, then what begins at the offsets below
     tickets_ptr,  # [1 + columns] int32 zeros, and [pieces] more without chunks
-    dw_ptr,
+    dw_ptr,  # and db_ptr: None for the rows alone
     product_ptr,  # [O, I] float32, from which dW is rounded; or None
     dy_ptr,
     db_ptr,

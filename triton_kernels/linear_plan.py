@@ -29,10 +29,10 @@ CONSTANTS = linear_finish_kernel.arg_names[CONSTANT:]
 
 
 class Bias(NamedTuple):
-    """A bias's gradient: what it sums, and where it goes."""
+    """A bias's gradient: what it sums, and where it goes; None for its norms alone."""
 
     dy_BTN: Tensor
-    db_N: Tensor
+    db_N: Tensor | None
 
 
 class Finish(NamedTuple):

@@ -19,6 +19,12 @@ so the next sample is being loaded while the last one is squared. Tiles that do 
 programs are shared by whole samples (``configs.balance``): their sums go to a scratch tensor, and
 the kernel that finishes the operator (``linear_finish.py``) adds them. All is added in a fixed
 order, so two runs give the same bits.
+
+Where nobody wants dW (``gradients="torch"``), ``dw_ptr`` is None and no tile reaches memory either.
+The rows have the same bits. With whole tiles this kernel then stores 4 (B + 1) tiles bytes beside
+its tickets, ``partial`` and ``sums``, and the finishing kernel 4 (B + 2). With dW they store I O
+numbers more. Parts of shared tiles are added before they are squared, so the scratch stays: 4
+BLOCK_O BLOCK_I bytes for each of ``Balance.unfinished``.
 """
 
 import functools
@@ -52,7 +58,7 @@ SIZES = ("B", "T", "waves", "remaining", "own", "partial_at", "sums_at", "ticket
 def linear_wgrad_kernel(
     x,  # pointer, or a descriptor of [1, BLOCK_T, BLOCK_I] where TMA
     dy,
-    dw_ptr,
+    dw_ptr,  # or None: norms alone
     work_ptr,  # float32: parts of tiles [parts, BLOCK_O, BLOCK_I], then what begins at the offsets
     tickets_ptr,  # [tickets] int32, which the finishing kernel finds at zero
     B,
@@ -164,11 +170,12 @@ def linear_wgrad_kernel(
                     whole = wave < waves
                 if whole:
                     tl.store(work_ptr + sums_at + tile, tl.sum(total * total))
-                    at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
-                    mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
-                    if ADD:
-                        total += tl.load(at, mask=mask, other=0.0)
-                    tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask)
+                    if dw_ptr is not None:
+                        at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
+                        mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
+                        if ADD:
+                            total += tl.load(at, mask=mask, other=0.0)
+                        tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask)
                 else:
                     within = tl.arange(0, BLOCK_O)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)
                     tl.store(work_ptr + slot.to(tl.int64) * (BLOCK_O * BLOCK_I) + within, total)
@@ -178,7 +185,7 @@ def linear_wgrad_kernel(
 def fused(
     x_BTI: Tensor,
     dy_BTO: Tensor,
-    dw_OI: Tensor,
+    dw_OI: Tensor | None,
     rows: Tensor,
     config: Config,
     *,
@@ -191,14 +198,14 @@ def fused(
 
     Args:
         x_BTI, dy_BTO: not empty, of one dtype, with a unit inner stride.
-        dw_OI: contiguous. With ``add`` it is float32 and added to; the norms are those of what is
-            added.
+        dw_OI: contiguous, or None for the rows alone. With ``add`` it is float32 and added to; the
+            norms are those of what is added.
         rows: [P, B + 2] float32.
         bias: its dy has as many samples and tokens, and a unit inner stride.
         programs: how many run at the same time; by default what the device holds.
     """
     x, dy = operand(x_BTI), operand(dy_BTO)
-    roomy = add or dw_OI.dtype.itemsize > 4
+    roomy = add or (dw_OI is not None and dw_OI.dtype.itemsize > 4)
     how = launches(x, dy, config, programs, bias_strides(bias), add, roomy, precision(x.dtype))
     work, tickets = memory(x_BTI, how.ending)
     if how.tma:

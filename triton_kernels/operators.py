@@ -13,10 +13,12 @@ from gnsfast.signatures import (
     NormBackward,
     Parameters,
     Pattern,
+    empty_rows,
 )
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
+from gnsfast.triton_kernels.conv import conv_norms as conv_norms
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.linear_plan import Bias
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows
@@ -35,31 +37,56 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, ...]:
         return segments.linear_wgrad(a)
     x, dy = unit_inner(a.x_BTI), unit_inner(a.dy_BTO)  # one copy for weight and bias
     dw, db, rows, linked = a.results()
+    _fill_linear(a, x, dy, dw, db, rows)
+    if a.weight and a.ids_BS is not None:
+        linked = tied_rows(a.ids_BS, dy, x)
+    return dw, db, rows, linked
+
+
+def linear_norms(a: LinearWgrad) -> Tensor:
+    """The probe rows of ``linear_wgrad``. No dW is in memory."""
+    check_dtypes("linear_wgrad", a.x_BTI, a.dy_BTO)
+    if a.starts is not None:
+        return segments.linear_norms(a)
+    rows = empty_rows(a.x_BTI, a.weight + a.bias, a.samples)
+    _fill_linear(a, unit_inner(a.x_BTI), unit_inner(a.dy_BTO), None, None, rows)
+    return rows
+
+
+def _fill_linear(
+    a: LinearWgrad, x: Tensor, dy: Tensor, dw: Tensor | None, db: Tensor | None, rows: Tensor
+) -> None:
     bias = Bias(dy, db) if a.bias else None
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)
         outer_wgrad(right, left, dw, rows, bias)
-        if a.ids_BS is not None:
-            linked = tied_rows(a.ids_BS, dy, x)
     elif bias is not None:
         bias_wgrad(bias, rows)
-    return dw, db, rows, linked
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``."""
     check_dtypes("embedding_wgrad", a.dy_BTD)
-    if a.starts is None and a.num_embeddings <= SMALL_VOCABULARY:
-        return _small_embedding_wgrad(a)
-    return embedding.embedding_wgrad(a)
+    dw, rows = a.results()
+    _fill_embedding(a, dw, rows)
+    return dw, rows
 
 
-def _small_embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
+def embedding_norms(a: EmbeddingWgrad) -> Tensor:
+    """The probe row of ``embedding_wgrad``. No dW is in memory."""
+    check_dtypes("embedding_wgrad", a.dy_BTD)
+    rows = empty_rows(a.dy_BTD, 1, a.samples)
+    _fill_embedding(a, None, rows)
+    return rows
+
+
+def _fill_embedding(a: EmbeddingWgrad, dw: Tensor | None, rows: Tensor) -> None:
+    if a.starts is not None or a.num_embeddings > SMALL_VOCABULARY:
+        embedding.embedding_wgrad(a, dw, rows)
+        return
     ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
     onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
-    dw, rows = a.results()
     outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), dw, rows)
-    return dw, rows
 
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:

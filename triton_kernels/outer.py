@@ -30,13 +30,14 @@ from gnsfast.triton_kernels.tuning import choose
 def outer_wgrad(
     x_BTI: Tensor,
     dy_BTO: Tensor,
-    dw_OI: Tensor,
+    dw_OI: Tensor | None,
     rows: Tensor,
     bias: Bias | None = None,
     route: str | None = None,
 ) -> None:
     """Fill dW, db and the probe ``rows`` [P, B + 2] of weight and bias. The ``bias`` sums
-    ``dy_BTO``; that of a weight that is stored transposed sums ``x_BTI``.
+    ``dy_BTO``; that of a weight that is stored transposed sums ``x_BTI``. Without ``dw_OI`` no dW
+    is in memory on any route.
 
     ``route`` is that of ``linear_route``, or another one for a comparison.
     """
@@ -46,7 +47,8 @@ def outer_wgrad(
     if bias:
         bias = bias._replace(dy_BTN=unit_inner(bias.dy_BTN) if transposed else dy_BTO)
     if B * T * I * O == 0:
-        dw_OI.zero_()
+        if dw_OI is not None:
+            dw_OI.zero_()
         _no_rows(rows)
         if bias:
             bias_wgrad(bias, rows[1:])
@@ -55,9 +57,16 @@ def outer_wgrad(
     if route == "fused":
         fused_wgrad(x_BTI, dy_BTO, dw_OI, rows, bias=bias)
         return
-    product = dense_wgrad(x_BTI, dy_BTO, dw_OI)
+    product, weight = None, None
+    if dw_OI is not None:
+        product, weight = dense_wgrad(x_BTI, dy_BTO, dw_OI), Squares(O, I)
+    else:
+        # The sum is the gradient of one sample that has all tokens. Its own number has the place of
+        # the last sample's, which is written after it.
+        x_1NI, dy_1NO = (t.flatten(0, 1)[None] for t in (x_BTI, dy_BTO))
+        fused_wgrad(x_1NI, dy_1NO, None, rows[:1, B - 1 :])
     one_token = route == "closed"
-    ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, one_token)
+    ending, work, tickets = _finish(x_BTI, weight, bias, one_token)
     if route == "gram":
         gram.gram(unit_inner(x_BTI), dy_BTO, rows[0], tickets)
     else:
@@ -65,7 +74,8 @@ def outer_wgrad(
         if transposed:
             x_BI, dy_BO = dy_BO, x_BI
         token_sqnorms(x_BI, dy_BO, rows[0], rows[1] if bias and one_token else None, tickets)
-    finish(ending, work, tickets, rows, dw_OI, bias, product)
+    if weight is not None or bias is not None:
+        finish(ending, work, tickets, rows if weight else rows[1:], dw_OI, bias, product)
 
 
 def _finish(
@@ -88,7 +98,8 @@ def bias_wgrad(bias: Bias, rows: Tensor) -> None:
     bias = bias._replace(dy_BTN=unit_inner(bias.dy_BTN))
     dy_BTN = bias.dy_BTN
     if dy_BTN.numel() == 0:
-        bias.db_N.zero_()
+        if bias.db_N is not None:
+            bias.db_N.zero_()
         _no_rows(rows)
         return
     one_token = dy_BTN.shape[1] == 1
@@ -109,7 +120,7 @@ def _no_rows(rows: Tensor) -> None:
 def fused_wgrad(
     x_BTI: Tensor,
     dy_BTO: Tensor,
-    dw_OI: Tensor,
+    dw_OI: Tensor | None,
     rows: Tensor,
     *,
     bias: Bias | None = None,
@@ -137,9 +148,11 @@ def fused_wgrad(
         (B, T, I), O = x.shape, dy.shape[2]
         configs = candidates(x.dtype, how.aligned)
         lengths = (triton.next_power_of_2(n) for n in (B, T))
-        key = ("linear_wgrad", *lengths, I, O, x.dtype, dw_OI.dtype, how.tma)
+        written = None if dw_OI is None else dw_OI.dtype
+        key = ("linear_wgrad", *lengths, I, O, x.dtype, written, how.tma)
         # Tuning must not add to dW.
-        scratch = lambda: (torch.empty_like(dw_OI), torch.empty_like(rows))
+        like = lambda t: None if t is None else torch.empty_like(t)
+        scratch = lambda: (like(dw_OI), torch.empty_like(rows))
         config = choose(key, configs, lambda c: fused_kernel.fused(x, dy, *scratch(), c))
     fused_kernel.fused(x, dy, dw_OI, rows, config, bias=bias, add=add)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast import reference
-from gnsfast.signatures import LinearWgrad
+from gnsfast.signatures import LinearWgrad, empty_rows
 from gnsfast.tensors import accumulate_dtype
 from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.configs import SMALL, TF32, Config, candidates
@@ -29,7 +29,7 @@ from gnsfast.triton_kernels.tiles import dot, precision, tf32_allowed, tile_posi
 def linear_wgrad_segments_kernel(
     x_ptr,
     dy_ptr,
-    dw_ptr,  # [E, O, I]
+    dw_ptr,  # [E, O, I], or None
     partial_ptr,  # [E, tiles, B + 1] float32
     starts_ptr,  # [E B + 1]: the first row of each segment, and the end of the last
     ticket_ptr,  # set to zero, unless segment_sums_kernel does
@@ -76,8 +76,9 @@ def linear_wgrad_segments_kernel(
         tl.store(row + b, tl.sum(acc * acc))
         total += acc
     tl.store(row + B, tl.sum(total * total))
-    at = dw_ptr + (expert * O + offs_o[:, None]) * I + offs_i[None, :]
-    tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask_o & mask_i)
+    if dw_ptr is not None:
+        at = dw_ptr + (expert * O + offs_o[:, None]) * I + offs_i[None, :]
+        tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask_o & mask_i)
     if ticket_ptr is not None:
         tl.store(ticket_ptr, 0)
 
@@ -202,12 +203,33 @@ def aligned(t_NI: Tensor) -> bool:
 
 def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, ...]:
     """See ``LinearWgrad``, with ``starts``."""
-    dw, db, rows, linked = results = a.results()
+    if _is_empty(a):
+        return reference.linear_wgrad(a)
+    dw, db, rows, linked = a.results()
+    _fill(a, dw, db, rows, config)
+    return dw, db, rows, linked
+
+
+def linear_norms(a: LinearWgrad) -> Tensor:
+    """The probe rows of ``linear_wgrad``. No dW is in memory."""
+    if _is_empty(a):
+        return reference.linear_norms(a)
+    _, db, _, _ = a._replace(weight=False).results()
+    rows = empty_rows(a.x_BTI, a.weight + a.bias, a.samples)
+    _fill(a, None, db, rows)
+    return rows
+
+
+def _is_empty(a: LinearWgrad) -> bool:
+    return 0 in (a.samples, a.x_BTI.shape[1], a.dy_BTO.shape[1])
+
+
+def _fill(
+    a: LinearWgrad, dw: Tensor | None, db: Tensor, rows: Tensor, config: Config | None = None
+) -> None:
     x, dy = (unit_inner(t) for t in (a.x_BTI, a.dy_BTO))
     B, E, starts = a.samples, max(a.experts, 1), a.starts
     assert starts is not None
-    if 0 in (B, x.shape[1], dy.shape[1]):
-        return reference.linear_wgrad(a)
     left, right = (x, dy) if a.transposed else (dy, x)
     I, O, N, starts = right.shape[1], left.shape[1], E * dy.shape[1], starts.contiguous()
     plan = sums.plan(B, (1,), (N if a.bias else 1,))
@@ -237,7 +259,6 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
             BLOCK_W=min(64, triton.next_power_of_2(B + 1)),
             **known(plan.options),
         )
-    return results
 
 
 def segment_sums(

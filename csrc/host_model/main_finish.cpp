@@ -104,5 +104,6 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("many parts", pair, {2, 2, 2112, 512}, 44, false, false, seed);
   ok = ok && run<bf16, float>("rounds of samples", one, {257, 65, 8, 264}, 1, true, true, seed);
   ok = ok && run<bf16, float>("longer chunks", one, {50, 520, 8, 264}, 1, true, false, seed);
+  ok = ok && run<bf16, Nothing>("norms alone", one, {3, 260, 200, 392}, 5, true, false, seed);
   return ok ? 0 : 1;
 }

@@ -6,9 +6,10 @@
 #include "check.h"
 
 template <class Element, class Output>
-bool run(const char* name, Shape s, int at_once, bool bias, bool add, unsigned seed) {
+Results<Output> results_of(const Samples<Element>& samples, int at_once, bool bias, bool add,
+                           unsigned seed) {
   using namespace gnsfast;
-  const Samples<Element> samples(s, seed);
+  const Shape s = samples.s;
   Results<Output> r(kTile, s, at_once, bias, add);
   const Operand dy{samples.dy.data(), static_cast<int64_t>(s.T) * s.O, s.O, s.O};
   const Operand x{samples.x.data(), static_cast<int64_t>(s.T) * s.I, s.I, s.I};
@@ -16,6 +17,14 @@ bool run(const char* name, Shape s, int at_once, bool bias, bool add, unsigned s
   host_model::launch(blocks, 1, kThreads, kSharedBytes, seed,
                      [&] { linear_wgrad_kernel<Element, Output>(dy, x, r.dw.data(), r.p); });
   r.finish(samples, seed);
+  return r;
+}
+
+template <class Element, class Output>
+bool run(const char* name, Shape s, int at_once, bool bias, bool add, unsigned seed) {
+  const Samples<Element> samples(s, seed);
+  const auto r = results_of<Element, Output>(samples, at_once, bias, add, seed);
+  check_bits(r, [&] { return results_of<Element, float>(samples, at_once, bias, add, seed); });
   return check(name, samples, r, 0);
 }
 
@@ -36,5 +45,7 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("added", {2, 40, 72, 136}, 1, false, true, seed);
   ok = ok && run<bf16, bf16>("bfloat16 out", {2, 64, 128, 128}, 1, true, false, seed);
   ok = ok && run<__half, __half>("float16", {2, 70, 72, 128}, 2, true, false, seed);
+  ok = ok && run<bf16, Nothing>("norms alone", {2, 70, 200, 264}, 2, true, false, seed);
+  ok = ok && run<__half, Nothing>("norms alone, cut", {5, 33, 264, 264}, 7, true, false, seed);
   return ok ? 0 : 1;
 }

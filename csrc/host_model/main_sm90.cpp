@@ -15,18 +15,30 @@ CUtensorMap map_of(const std::vector<Element>& values, int features, Shape s, in
 }
 
 template <class Element, class Output, class V = gnsfast::Standard>
-bool run(const char* name, Shape s, int at_once, bool bias, bool add, unsigned seed) {
+Results<Output> results_of(const Samples<Element>& samples, int at_once, bool bias, bool add,
+                           unsigned seed, unsigned long long& races) {
   using namespace gnsfast;
-  const Samples<Element> samples(s, seed);
+  const Shape s = samples.s;
   Results<Output> r(V::kTile, s, at_once, bias, add);
   const CUtensorMap map_dy = map_of(samples.dy, s.O, s, kBlockT);
   const CUtensorMap map_x = map_of(samples.x, s.I, s, kBlockT / V::kCluster);
   const int blocks = std::min(units_of(r.plan), at_once) * V::kCluster;
-  const auto races =
+  races =
       host_model::launch(blocks, V::kCluster, kThreads, V::kSharedBytes, seed, [&] {
         linear_wgrad_kernel<Element, Output, V>(map_dy, map_x, r.dw.data(), r.p);
       }, V::kOrdered);
   r.finish(samples, seed);
+  return r;
+}
+
+template <class Element, class Output, class V = gnsfast::Standard>
+bool run(const char* name, Shape s, int at_once, bool bias, bool add, unsigned seed) {
+  const Samples<Element> samples(s, seed);
+  unsigned long long races = 0, beside = 0;
+  const auto r = results_of<Element, Output, V>(samples, at_once, bias, add, seed, races);
+  check_bits(r, [&] {
+    return results_of<Element, float, V>(samples, at_once, bias, add, seed, beside);
+  });
   return check(name, samples, r, races);
 }
 
@@ -49,6 +61,8 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("added", {3, 80, 200, 136}, 1, false, true, seed);
   ok = ok && run<bf16, bf16>("bfloat16 out", {2, 64, 192, 256}, 1, true, false, seed);
   ok = ok && run<__half, __half>("float16", {2, 100, 200, 256}, 4, true, false, seed);
+  ok = ok && run<bf16, Nothing>("norms alone", {2, 100, 200, 264}, 1, true, false, seed);
+  ok = ok && run<__half, Nothing>("norms alone, cut", {4, 80, 400, 72}, 5, true, false, seed);
   ok = ok && run<bf16, bf16, Variant<256, 2, true, false>>("128 x 256, one sample",
                                                            {1, 400, 264, 264}, 1, false, false, seed);
   return ok ? 0 : 1;

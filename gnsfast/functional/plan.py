@@ -187,7 +187,8 @@ class Plan(NamedTuple):
             joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
         if self.groups is None:
-            return norms_alone(operator, a) if self.norms_alone else operator(a)
+            alone = self.norms_alone and at_BS is None
+            return norms_alone(operator, a) if alone else operator(a)
         results = by_group(a, self.groups, wanted, at_BS)
         return results[:-1] if at_BS is None else results
 

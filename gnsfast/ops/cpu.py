@@ -83,9 +83,11 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def linear_norms(a: LinearWgrad) -> Tensor:
-    """The probe rows of ``linear_wgrad``, of plain samples. One block of dW after the other is made
+    """The probe rows of ``linear_wgrad``. Of plain samples one block of dW after the other is made
     in memory that stays in the cache.
     """
+    if a.starts is not None:
+        return linear_wgrad(a)[2]
     x, dy = a.x_BTI, a.dy_BTO
     if not (a.weight and takes(x, dy, a.samples)):
         return reference.linear_norms(a)
@@ -119,6 +121,11 @@ def linear_norms(a: LinearWgrad) -> Tensor:
 def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ConvWgrad``. The kernel of linear layers multiplies patches."""
     return reference.conv_wgrad(a, linear_wgrad, channels_last)
+
+
+def conv_norms(a: ConvWgrad) -> Tensor:
+    """The probe rows of ``conv_wgrad``, which makes dW."""
+    return conv_wgrad(a)[2]
 
 
 def channels_last(to: Tensor, t: Tensor) -> None:
@@ -218,6 +225,11 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         torch.get_num_threads(),
     )
     return _as(dw, a.dtype), rows
+
+
+def embedding_norms(a: EmbeddingWgrad) -> Tensor:
+    """The probe row of ``embedding_wgrad``, which makes dW."""
+    return embedding_wgrad(a)[1]
 
 
 def _same(*tensors: Tensor) -> bool:

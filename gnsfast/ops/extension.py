@@ -32,12 +32,14 @@ def missing() -> str:
     return f"no device: {why}" if why else ""
 
 
-def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
+def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor | None, add: bool = False) -> bool:
     """Whether the extension can compute this weight gradient. Triton computes all others.
 
     It needs sm_80 or later, bfloat16 or float16 rows that start at multiples of 16 bytes and are
-    not expanded, and a contiguous dW of that dtype or float32 (with ``add``: float32).
+    not expanded, and a contiguous dW of that dtype or float32 (with ``add``: float32), or none.
     """
+    if dw_OI is None:
+        return _reads(x_BTI, dy_BTO)
     outputs = (torch.float32,) if add else (torch.float32, x_BTI.dtype)
     stored = dw_OI.dtype in outputs and dw_OI.is_contiguous() and dw_OI.data_ptr() % 8 == 0
     return stored and _reads(x_BTI, dy_BTO)
@@ -82,7 +84,7 @@ def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
 def linear_wgrad(
     x_BTI: Tensor,
     dy_BTO: Tensor,
-    dw_OI: Tensor,
+    dw_OI: Tensor | None,
     db_O: Tensor | None,
     rows: Tensor,
     add: bool,
@@ -90,16 +92,18 @@ def linear_wgrad(
 ) -> None:
     """Fill ``dw_OI`` and ``db_O``, or add to them with ``add``, and fill ``rows`` in two launches.
 
-    ``rows`` [1, or 2 with ``db_O``; B + 2] float32 holds the squared norms of each sample's
+    ``rows`` [1, or 2 with a bias; B + 2] float32 holds the squared norms of each sample's
     dy_bᵀ x_b, that of their sum, and 1, then the same for the bias. The rows need not be adjacent
-    in memory. ``db_O`` is contiguous and has dW's dtype.
+    in memory. ``db_O`` is contiguous and has dW's dtype. Without ``dw_OI`` there is no ``db_O``
+    either, and the rows alone are written, with the same bits.
 
     Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``. ``kernel`` is that of the device, or another one for
     a comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel that was
     not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     device, shape = x_BTI.get_device(), (*x_BTI.shape, dy_BTO.shape[2])
-    call, nbytes = _planned(kernel, shape, x_BTI.dtype, dw_OI.dtype, db_O is not None, device)
+    output, bias = None if dw_OI is None else dw_OI.dtype, len(rows) == 2
+    call, nbytes = _planned(kernel, shape, x_BTI.dtype, output, bias, device)
     workspace = x_BTI.new_empty(nbytes, dtype=torch.uint8)  # kept until the launches are made
     stride_b, stride_t, _ = x_BTI.stride()
     dy_stride_b, dy_stride_t, _ = dy_BTO.stride()
@@ -110,7 +114,7 @@ def linear_wgrad(
         dy_BTO.data_ptr(),
         dy_stride_b,
         dy_stride_t,
-        dw_OI.data_ptr(),
+        0 if dw_OI is None else dw_OI.data_ptr(),
         0 if db_O is None else db_O.data_ptr(),
         rows.data_ptr(),
         rows.stride(0),
@@ -125,7 +129,7 @@ def _planned(
     kernel: str | None,
     shape: tuple[int, ...],
     element: torch.dtype,
-    output: torch.dtype,
+    output: torch.dtype | None,
     bias: bool,
     device: int,
 ) -> tuple[Any, int]:
@@ -134,7 +138,7 @@ def _planned(
         kernel or kernel_for(_capability(device)),
         shape=shape,
         element=ELEMENTS[element],
-        output=str(output).removeprefix("torch."),
+        output=str(output).removeprefix("torch.").lower(),
         bias=bias,
         processors=torch.cuda.get_device_properties(device).multi_processor_count,
         device=device,

@@ -20,14 +20,20 @@ Operator = Callable[[Any], Any]
 
 
 def _registered(name: str) -> Operator:
+    return registered(name, OPERATORS[name], schema(name), lambda a: a.results())
+
+
+def registered(name: str, signature: Any, text: str, results: Operator) -> Operator:
+    """The operator of a back-end's function ``name``, of schema ``text``. ``results`` are those
+    of its fake.
+    """
     # Library.define + impl costs 5 µs a call, torch.library.custom_op 12 µs.
-    library.define(schema(name), tags=(torch.Tag.pt2_compliant_tag,))
-    signature: Any = OPERATORS[name]
+    library.define(text, tags=(torch.Tag.pt2_compliant_tag,))
     on = {device: backends.implementation(name, device) for device in ("cpu", "cuda")}
     for device, run in on.items():
         dispatched = lambda *fields, run=run: run(signature._make(fields))
         library.impl(name, dispatched, device.upper())
-    fake = lambda *fields: signature(*fields).results()
+    fake = lambda *fields: results(signature(*fields))
     torch.library.register_fake(f"gnsfast::{name}", fake, lib=library)
     overload = getattr(torch.ops.gnsfast, name).default
 

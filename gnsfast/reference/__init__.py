@@ -4,8 +4,8 @@ them. ``signatures.py`` has the arguments, results and legend of each operator.
 """
 
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
-from gnsfast.reference.conv import conv_wgrad
-from gnsfast.reference.embedding import embedding_wgrad
+from gnsfast.reference.conv import conv_norms, conv_wgrad
+from gnsfast.reference.embedding import embedding_norms, embedding_wgrad
 from gnsfast.reference.linear import linear_norms, linear_wgrad, linked_rows
 from gnsfast.reference.norms import norm_backward, norm_backward_aten
 from gnsfast.reference.outer import CANCELLED, TILE, even_block
@@ -17,7 +17,9 @@ __all__ = [
     "TILE",
     "attention_backward",
     "attention_forward",
+    "conv_norms",
     "conv_wgrad",
+    "embedding_norms",
     "embedding_wgrad",
     "even_block",
     "linear_norms",

@@ -53,6 +53,11 @@ def conv_wgrad(
     return dw, db, torch.cat(rows)
 
 
+def conv_norms(a: ConvWgrad) -> Tensor:
+    """The probe rows of ``conv_wgrad``, which makes dW."""
+    return conv_wgrad(a)[2]
+
+
 def takes_patches(a: ConvWgrad) -> bool:
     """Whether ``by_patches`` moves fewer numbers beside its products than ``by_sample``: for each
     sample its patches and its dy, not a call and a gradient. Groups have no patches.

@@ -35,3 +35,8 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     sqnorm_B.index_add_(0, sample_S, norm_rows(sum_SD).double().square_())
     norms: Norms = (sqnorm_B.sqrt_(), norm(dw_VD))
     return dw_VD.to(a.dtype), probe_rows([norms], a.samples, sum_SD)
+
+
+def embedding_norms(a: EmbeddingWgrad) -> Tensor:
+    """The probe row of ``embedding_wgrad``, which makes dW."""
+    return embedding_wgrad(a)[1]

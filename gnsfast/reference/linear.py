@@ -38,7 +38,9 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def linear_norms(a: LinearWgrad) -> Tensor:
-    """The probe rows of ``linear_wgrad``, of plain samples. One tile of dW is made at a time."""
+    """The probe rows of ``linear_wgrad``. Of plain samples one tile of dW is made at a time."""
+    if a.starts is not None:
+        return linear_wgrad(a)[2]
     found = [outer_norms(a.x_BTI, a.dy_BTO)] if a.weight else []
     if a.bias:
         found.append(sum_wgrad(sum_tokens(a.dy_BTO), a.dtype)[1])

@@ -12,7 +12,7 @@ from proofs import proof
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SEEDS = (1, 2, 3)
-CASES = {"sm90": 15, "sm80": 13, "finish": 14, "token_sqnorms": 4, "plan": 1}
+CASES = {"sm90": 17, "sm80": 15, "finish": 15, "token_sqnorms": 4, "plan": 1}
 SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
 SOURCES |= {"finish": "finish.cuh", "token_sqnorms": "token_sqnorms.cuh", "plan": "plan.h"}
 
@@ -43,6 +43,8 @@ def test_kernel(kernel: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count(" ok\n") == CASES[kernel]
 
+
+BESIDE_ALONE = "if constexpr (kStored<Output>) store_sqnorm(norms + p.B,"
 
 BUGS = {
     "no wait at a sample's end": ("      wgmma_wait<0>();\n", ""),
@@ -101,6 +103,7 @@ BUGS = {
     ),
     "rank left out of a part's place": ("piece.slot, rank);", "piece.slot, 0);"),
     "tickets not cleared": ("  clear_tickets(p, kThreads);\n", ""),
+    "norm of the sum beside dW alone": ("store_sqnorm(norms + p.B,", BESIDE_ALONE),
 }
 
 
@@ -135,6 +138,7 @@ SM80_BUGS = {
         "if (lane > 31) norms",
     ),
     "tickets not cleared": ("  clear_tickets(p, kThreads);\n", ""),
+    "norm of the sum beside dW alone": ("store_sqnorm(norms + p.B,", BESIDE_ALONE),
     "last ticket not cleared": ("k < p.tasks.tickets;", "k < p.tasks.tickets - 1;"),
 }
 PLAN_BUGS = {
@@ -192,6 +196,10 @@ PLAN_BUGS = {
     "fewer samples than blocks have": ("samples = tasks.together *", "samples = 1 *"),
 }
 FINISH_BUGS = {
+    "norm of cut tiles beside dW alone": (
+        "if (thread_index() == 0) store_for_others(p.work.part_norms",
+        "if (kStored<Output> && thread_index() == 0) store_for_others(p.work.part_norms",
+    ),
     "last part lost": ("helper < helpers.end;", "helper < helpers.end - 1;"),
     "owner's part lost": ("helper = helpers.begin - 1;", "helper = helpers.begin;"),
     "a part added twice": ("slot_of(plan, cut, helper);", "slot_of(plan, cut, helpers.begin);"),

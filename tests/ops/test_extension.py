@@ -38,6 +38,7 @@ REFUSED = {
     "rows is a null pointer": ({}, dict(rows=0)),
     "workspace is a null pointer": ({}, dict(workspace=0)),
     "at a multiple of 16 bytes": ({}, dict(workspace=1032)),
+    "norms alone: dw and db must be 0": (dict(output="none"), dict(db=0)),
 }
 
 
@@ -60,17 +61,21 @@ def test_without_a_device() -> None:
     else:
         assert extension.missing().startswith("no device: ")
         for kernel in (name for name in _C.kernels() if " " not in name):  # no variant
-            with pytest.raises(RuntimeError, match="cudaSetDevice: "):
-                _C.LinearWgrad(**{**MADE, "kernel": kernel})(**CALL)
+            for output, call in (("float32", CALL), ("none", dict(CALL, dw=0, db=0))):
+                made = {**MADE, "kernel": kernel, "output": output}
+                with pytest.raises(RuntimeError, match="cudaSetDevice: "):
+                    _C.LinearWgrad(**made)(**call)
 
 
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "norms alone"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_arguments_of_a_call(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_a_call(bias: bool, stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By place, as the extension takes them; the plan of a shape is made once."""
     B, T, I, O = 3, 5, 8, 16
     x, dy = torch.zeros(T, B, I).transpose(0, 1), torch.zeros(B, T, O)
-    dw, db = torch.zeros(O, I), torch.zeros(O) if bias else None
-    rows = torch.zeros(2, B + 7)[:, : B + 2]
+    dw = torch.zeros(O, I) if stored else None
+    db = torch.zeros(O) if bias and stored else None
+    rows = torch.zeros(1 + bias, B + 7)[:, : B + 2]
     made: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
 
@@ -90,9 +95,10 @@ def test_arguments_of_a_call(bias: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
     extension._planned.cache_clear()
     for _ in range(2):
-        extension.linear_wgrad(x, dy, dw, db, rows, True, "sm80")
+        extension.linear_wgrad(x, dy, dw, db, rows, stored, "sm80")
     extension._planned.cache_clear()
-    shape = dict(kernel="sm80", shape=(B, T, I, O), element="bfloat16", output="float32")
+    shape = dict(kernel="sm80", shape=(B, T, I, O), element="bfloat16")
+    shape["output"] = "float32" if stored else "none"
     assert made == [dict(shape, bias=bias, processors=132, device=-1)]
     call = dict(calls[-1])
     assert call.pop("workspace") % 16 == 0
@@ -103,11 +109,11 @@ def test_arguments_of_a_call(bias: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         dy=dy.data_ptr(),
         dy_stride_b=T * O,
         dy_stride_t=O,
-        dw=dw.data_ptr(),
+        dw=0 if dw is None else dw.data_ptr(),
         db=0 if db is None else db.data_ptr(),
         rows=rows.data_ptr(),
         row_stride=B + 7,
-        add=True,
+        add=stored,
         stream=77,
     )
 

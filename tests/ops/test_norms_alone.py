@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from largest import Largest
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast import ops, reference
 from gnsfast.ops import cpu
@@ -46,18 +46,6 @@ def test_rows(shape: str, bias: bool, transposed: bool, dtype: torch.dtype) -> N
 
 def _norms(g: Tensor) -> Tensor:
     return torch.cat([g.flatten(1).square().sum(1), g.sum(0).square().sum()[None]])
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor made inside has."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.numbers = max(self.numbers, made.untyped_storage().nbytes() // 4)
-        return made
 
 
 @pytest.mark.parametrize("run", [cpu.linear_norms, reference.linear_norms])

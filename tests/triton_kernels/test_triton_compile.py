@@ -25,6 +25,11 @@ SPILLING = {(f"attention queries 256 {what}", "fp32") for what in ("all", "sinks
 SPILLING_OF = {"gfx942": {("attention keys 128 all, masked", "bf16")}}
 
 
+SINGLE_STORES = 5
+"""Of norms alone: tickets, a sample's square and that of the sum, each of these in two places on
+Blackwell. A tile takes four more at least."""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'kernel':56} {'dtype':5} warps registers spilled shared blocks instructions"]
     for row in rows:
@@ -59,6 +64,8 @@ def test_compiled_kernels(capability: str) -> None:
         assert not row["touched"], f"{row['kernel']} touches products in flight: {row['touched']}"
         assert not row["unfenced"], f"{row['kernel']} multiplies what it may not see yet"
         assert row["noticed"] or not row["HGMMA"], f"{row['kernel']}: no wait is missed"
+        if wgrad and "norms" in row["kernel"] and "mixed" not in row["kernel"]:
+            assert row["stores"] <= SINGLE_STORES, f"{row['kernel']} stores a tile"
         if "TMA" in row["kernel"]:
             assert row["UTMALDG"] and not row["LDGSTS"], f"{row['kernel']} reads by pointers"
     if why := budget.hold(f"triton-sm_{capability}", kernel_tables.triton_budget(rows)):
