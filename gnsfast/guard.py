@@ -5,6 +5,9 @@ the update is then not measured, and torch's own functions run.
 
 from collections.abc import Hashable
 from types import TracebackType
+from typing import Any
+
+from torch import Tensor
 
 
 class Guard:
@@ -48,3 +51,9 @@ def takes(error: Exception, call: Hashable = None) -> bool:
         guard.error = guard.error or error
         guard.calls.add(call)
     return bool(_open)
+
+
+def version_of(t: Any) -> int:
+    """How often a tensor was written to. One of inference mode does not count it."""
+    counts = isinstance(t, Tensor) and not t.is_inference()
+    return t._version if counts else 0

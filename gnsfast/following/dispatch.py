@@ -177,14 +177,14 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     with unfollowed():
         if guard.is_plain(call):
             return func(*args, **kwargs)
-        before = first._version if isinstance(first, Tensor) else 0
+        before = guard.version_of(first)
     try:
         return followed(func, args, kwargs)
     except StopRecomputation:
         raise
     except Exception as error:
         with unfollowed():
-            is_written = isinstance(first, Tensor) and first._version != before
+            is_written = guard.version_of(first) != before
             y = first if is_written else func(*args, **kwargs)  # raises what is torch's own
         guard.takes(error, call)
         return y
@@ -389,13 +389,13 @@ def _of_parameters(call: Call, leaf: Leaf) -> Any:
     eager = not compiling()
     if not (eager or call.name in COMPILED):
         return NotImplemented
-    before = [call.leaves[i]._version for i in call.parameters_at] if eager else []
+    before = [guard.version_of(call.leaves[i]) for i in call.parameters_at] if eager else []
     is_written = eager and writes(call.name)
     if is_written:
         call.keep_first()
     as_now = call.as_now() if eager else nullcontext
     out = call.run()
-    is_written |= eager and [call.leaves[i]._version for i in call.parameters_at] != before
+    is_written |= eager and [guard.version_of(call.leaves[i]) for i in call.parameters_at] != before
     by_index = {taken.index: taken for e in call.expressions for taken in e.leaves}
     leaves = tuple(by_index[k] for k in sorted(by_index))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)

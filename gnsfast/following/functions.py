@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
 
 from gnsfast.following.leaf import compiling, expression_of
 from gnsfast.tensors import writes
-from gnsfast.torch_internals import pytree
+from gnsfast.torch_internals import pytree, unfollowed
 
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
@@ -125,7 +126,21 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     return _attend(*args, **kwargs)
 
 
+def _plain(f: Any) -> Any:
+    """A function whose own functions are not seen."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unfollowed():
+            return f(*args, **kwargs)
+
+    return run
+
+
+_INITIALS = init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_
+"""Those of ``torch.nn.init`` that ask a tensor subclass. They give no gradient."""
+
 OPENED: dict[Any, Any] = {
+    **{f: _plain(f) for f in _INITIALS},
     F.multi_head_attention_forward: _attention,
     **{f: _opened(f) for f in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)},
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import reasons
+from gnsfast import guard, reasons
 from gnsfast.errors import first_line
 from gnsfast.following.functions import ELEMENTWISE, RECURRENT, Call, chance_of
 from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
@@ -141,14 +141,14 @@ def replay(call: Call, row: Row | None, places: dict[int, Place], leaf: Leaf) ->
     B = leaf.lanes if is_packed else leaf.samples
     places = {i: in_pass(place, leaves[i], leaf) for i, place in places.items()}
     again = Replay(call, places, B)
-    versions = [*map(_version, leaves)]
+    versions = [*map(guard.version_of, leaves)]
     drawn = chance_of(leaves)
     out = call.run()
     drew = B > 1 and chance_of(leaves) != drawn
     flat = tensors_of(out)
     if not any(t.requires_grad for t in flat):
         return out
-    is_written = versions != [*map(_version, leaves)]
+    is_written = versions != [*map(guard.version_of, leaves)]
     results = _results(call, row, places, flat, leaf)
     for expression in call.expressions:
         expression.note_use(call.name)
@@ -181,10 +181,6 @@ def _results(
     ]
     results = [in_pass(place, t, leaf) for place, t in zip(results, flat)]
     return [place if isinstance(place, (Layout, Chosen)) else UNKNOWN for place in results]
-
-
-def _version(t: Any) -> int:
-    return t._version if isinstance(t, Tensor) else 0
 
 
 def _is_empty(call: Call, leaf: Leaf) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from gnsfast import guard
 from gnsfast.eager import EAGER
-from gnsfast.errors import SampleShapeError
+from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import Followed, Hook
 from gnsfast.functional import Ragged
 from gnsfast.table.learn import table_of
+from gnsfast.table.proof import NOT_FINITE
 from gnsfast.table.samples import Take
 from gnsfast.tensors import tensors_of
 from gnsfast.torch_internals import compiled_module, is_compiler_loaded
@@ -89,6 +90,11 @@ class BatchHook:
         model = followed.structure.model
         run = lambda b: model(*b[0], **b[1])  # noqa: E731
         table = table_of(followed, run, batch, rows, self._take, ragged)
+        if not table.proofs and any(why.endswith(NOT_FINITE) for why in table.left_out.values()):
+            raise ObservationError(
+                f"{name}: {NOT_FINITE} in the first batch, so nothing was learnt from it. The next "
+                "block learns anew."
+            )
         (table if followed.table is None else followed.table | table).tell(followed)
         log = logging.getLogger("gnsfast")
         log.log(logging.WARNING if table.left_out else logging.INFO, "%s", table.summary())

@@ -6,6 +6,7 @@ The loss weighs the outputs of each sample at random, so that no gradients cance
 from ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,6 +126,33 @@ class Trial(NamedTuple):
         with self.followed.structure.as_it_was(), of_the_model():
             return self.run(batch)
 
+    def in_order(self) -> list[Tensor] | None:
+        """The results of the few in their order. None if the model draws random numbers, or does
+        not take them so: then a sample alone cannot be compared with the batch.
+        """
+        structure = self.followed.structure
+        batch, before = self.samples.some(self.order), structure.chance()
+        try:
+            with structure.bare(), structure.as_it_was(), of_the_model(), torch.no_grad():
+                results = [whole(t).detach() for t in tensors_of(self.run(batch))]
+                return results if structure.chance() == before else None
+        except ModelError:
+            return None
+
+    def is_moved(
+        self, results: Sequence[Tensor], j: int, in_order: Sequence[Tensor], measured: "Measured"
+    ) -> bool:
+        """Whether the ``results`` of sample number ``j`` of the few alone are those of another
+        place ``in_order``.
+        """
+        for number, place, _ in measured.weighed:
+            alone, n = self.part(results[number], place, 0, 1), len(self.order)
+            parts = [self.part(in_order[number], place, k, n) for k in range(n)]
+            is_like = [alone is not None and t is not None and _is_like(t, alone) for t in parts]
+            if any(is_like) and not is_like[j]:
+                return True
+        return False
+
     @contextmanager
     def results(self, order: Sequence[int]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """The same as tensors, and images in the batch that get a gradient: torch 2.13's group norm
@@ -218,26 +246,36 @@ class Measured(NamedTuple):
     mixed: dict[str, str] = {}
 
 
+def _is_like(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are equal but for rounding, and not empty."""
+    b = b.detach()
+    most = float(b.abs().max()) if a.shape == b.shape and b.numel() else math.nan
+    return math.isfinite(most) and torch.allclose(a, b, rtol=0.0, atol=1e-3 * most)
+
+
 def prove(
     trial: Trial,
     rows: Rows | None,
     places: Sequence[Place],
     rtol: float,
     training: bool,
+    in_order: list[Tensor] | None = None,
 ) -> tuple[Proof, Rows, Sequence[Place]]:
     """The proof of ``rows``, with the samples of the model's results at ``places``, and the rows
     and places that it proves: those that fail as consecutive rows of each sample are tried as
     interleaved ones, so many in turn as another call has rows of each sample. The model is as it is
     where that is ``training``, else in evaluation mode. No ``rows`` stand for a table that could
-    not be learnt.
+    not be learnt. ``in_order`` are the results of the few, if they are known.
     """
     followed, structure, table = trial.followed, trial.followed.structure, rows or {}
     followed.learn(*[table][: rows is not None])
     with kept_modes(structure.model):
         if not training:
             structure.model.eval()
+        if in_order is None and trial.ragged is None:
+            in_order = trial.in_order()
         measured = _measured(trial, places)
-        truth = _truths(trial, measured)
+        truth = _truths(trial, measured, in_order)
         proof = judged(measured, truth, rtol)
         for run in shared(_runs(table), _joined, structure.groups):
             turned_places = [turned_place(place, run) for place in places]
@@ -250,7 +288,7 @@ def prove(
                 continue
             followed.learn({**table, **turned})
             tried = _measured(trial, turned_places, measured.weighed if is_same else None)
-            truth_of_tried = truth if is_same else _truths(trial, tried)
+            truth_of_tried = truth if is_same else _truths(trial, tried, in_order)
             again = judged(tried, truth_of_tried, rtol)
             right = set() if again.reason else {*turned, *proof.wrong} - again.wrong.keys()
             if not again.reason and len(again.wrong) < len(proof.wrong):
@@ -291,31 +329,37 @@ def _measured(
     return Measured(weighed, norms, trial.failed, drew, mixed)
 
 
-def _truths(trial: Trial, measured: Measured) -> "list[dict[Leaf, float]] | str":
+def _truths(
+    trial: Trial, measured: Measured, in_order: list[Tensor] | None
+) -> "list[dict[Leaf, float]] | str":
     """The squared norm of each parameter for each of the few, by a pass over this sample alone.
     Ragged ones have one of all of them, with a loss of this one, and so have samples of a model
     that draws random numbers even in evaluation mode, or takes no single sample.
     """
     if isinstance(measured.norms, str):
         return measured.norms
-    # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
-    # stored channels-last.
-    copies = 1 + bool(trial.followed.structure.batch_norms)
-    values = [leaf.current for leaf in trial.leaves]
+    values, moved = [leaf.current for leaf in trial.leaves], set[int]()
 
-    def truth(j: int, alone: bool) -> dict[Leaf, float]:
-        rows = [trial.order[j]] * copies if alone else trial.rows
-        k, n = (0, copies) if alone else (trial.numbers[j], trial.size)
+    def truth(j: int, copies: int) -> dict[Leaf, float]:
+        rows = [trial.order[j]] * copies or trial.rows
+        k, n = (0, copies) if copies else (trial.numbers[j], trial.size)
         with trial.followed.structure.bare(), trial.results(rows) as (results, images):
             loss = trial.loss(results, measured.weighed, j, k, n)
+            if copies == 1 and in_order and trial.is_moved(results, j, in_order, measured):
+                moved.add(j)
             with of_the_model():
                 grads = gradients(loss, [*values, *images], keep=True)
         return {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(trial.leaves, grads)}
 
     why = ""
-    for alone in (False,) if measured.drew or trial.ragged else (True, False):
+    # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
+    # stored channels-last. A function that normalises over the batch takes no single sample, and
+    # shows by two copies of one that it does.
+    by_copies = [2, 0] if trial.followed.structure.batch_norms else [1, 2, 0]
+    for copies in [0] if measured.drew or trial.ragged else by_copies:
         try:
-            return [truth(j, alone) for j in range(len(trial.order))]
+            truths = [truth(j, copies) for j in range(len(trial.order))]
+            return MOVED if moved else truths
         except ModelError as error:
             why = why or str(error)
     return f"the model does not take a single sample ({why})"
@@ -338,7 +382,7 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
     zero_B = torch.zeros(len(truth), dtype=torch.float64, device="cpu")
     norm_PB = torch.stack([zero_B if t is None else t.double().cpu() for t in norms.values()])
     if not bool(norm_PB.isfinite().all()):
-        return Proof("the gradients of its samples are not finite", known)
+        return Proof(NOT_FINITE, known)
     real_PB = norm_PB.new_tensor([[sqnorms[leaf] for sqnorms in truth] for leaf in norms])
     # Rounding adds an error to the gradient, not to its square.
     eps_P1 = norm_PB.new_tensor([[torch.finfo(leaf.current.dtype).eps] for leaf in norms])
@@ -362,6 +406,10 @@ def judged(measured: Measured, truth: "list[dict[Leaf, float]] | str", rtol: flo
         frozenset(leaf.name for leaf, is_silent in zip(norms, silent) if is_silent),
         {leaf.name: sum(sqnorms[leaf] for sqnorms in truth) for leaf in truth[0]},
     )
+
+
+MOVED = "the model puts its samples into another order than that of the batch"
+NOT_FINITE = "the gradients of its samples are not finite"
 
 
 def _runs(table: Rows) -> list[int]:

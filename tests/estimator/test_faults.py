@@ -206,3 +206,37 @@ def test_dropped_before_a_checkpoint_runs_again(gradients: str, drop: str) -> No
             torch.testing.assert_close(p.grad, g)
     result = gns.compute()
     assert (result.updates, result.errors) == (2, drop == "an error")
+
+
+def test_inference_and_initial_values_in_a_block() -> None:
+    """Tensors of inference mode count no writes, and initial values are drawn once."""
+    model = nn.Linear(4, 2)
+    gns = gnsfast.GradientNoiseScale(model, gradients="torch", on_error="skip")
+    drawn = []
+    for measured in (False, True):
+        torch.manual_seed(0)
+        with gns.update(B) if measured else nullcontext():
+            nn.init.normal_(model.weight)
+            drawn.append(torch.rand(2))
+            model(torch.randn(B, 4)).sum().backward()
+            with torch.inference_mode():
+                model(torch.randn(B, 4)).add(model.bias)
+        model.zero_grad()
+    assert torch.equal(*drawn)
+    assert (gns.compute().updates, gns.compute().errors) == (1, 0)
+
+
+def test_errors_of_the_user_in_measured_updates() -> None:
+    """As where memory is short for them alone: a run that skips them meets few."""
+    model = nn.Linear(4, 2)
+    gns = gnsfast.GradientNoiseScale(model, budget=0.1, gradients="torch", on_error="skip")
+    broken = 0
+    for _ in range(200):
+        try:
+            with gns.update(B):
+                model(torch.randn(B, 4)).sum().backward()
+                if gns._is_due:
+                    raise MemoryError
+        except MemoryError:
+            broken += 1
+    assert 1 < broken < 20

@@ -507,3 +507,16 @@ def test_few_samples_that_are_sorted_by_chance(B: int) -> None:
         x[:, 0] = torch.tensor(order)
         table = gnsfast.learn(model, x)
         assert set(table.left_out) == {"layer.weight", "layer.bias"}, order
+
+
+def test_results_in_another_order() -> None:
+    """A model that sorts its samples, and leaves its results so."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x[x[:, 0].argsort()]).tanh())
+
+    model = Made(run, a=linear(), b=linear())
+    for order in permutations(range(3)):
+        x = torch.randn(8, D)
+        x[:3, 0] = torch.tensor(order)
+        assert {"a.weight", "a.bias", "b.weight"} <= gnsfast.learn(model, x).left_out.keys()

@@ -34,11 +34,13 @@ def layers() -> nn.Module:
 
 
 def test_the_passes_of_learning() -> None:
-    """Two of shapes, one measured, each sample alone, and one of the whole batch."""
+    """Two of shapes, one whether it draws random numbers, one measured, each sample alone, and one
+    of the whole batch.
+    """
     model = layers()
     sizes = counted(model)
     gnsfast.learn(model, torch.randn(64, T, D))
-    assert sizes == [3, 4, 3, 1, 1, 1, 64]
+    assert sizes == [3, 4, 3, 3, 1, 1, 1, 64]
 
 
 @pytest.mark.parametrize("how", ["table", "first batch"])
@@ -52,20 +54,22 @@ def test_a_training_step_runs_the_model_once(how: str) -> None:
         sizes.clear()
         with gns.update(16):
             per_sample(model(torch.randn(16, D))).mean().backward()
-        assert sizes == [3, 4, 3, 1, 1, 1, 16, 16] if learns else sizes == [16]
+        assert sizes == [3, 4, 3, 3, 1, 1, 1, 16, 16] if learns else sizes == [16]
         optimizer.step()
         optimizer.zero_grad()
     assert gns.compute().updates == 40
 
 
 def test_training_mode_is_proven_once() -> None:
-    """A model whose samples meet there alone is measured in evaluation mode."""
+    """A model whose samples meet there alone is measured in evaluation mode. In training mode the
+    bias behind the mean is, which does not depend on it.
+    """
 
     class Mean(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0) if self.training else x
 
-    for between, n in ((nn.Tanh(), 4), (Mean(), 2)):
+    for between, n in ((nn.Tanh(), 4), (Mean(), 1)):
         model = nn.Sequential(linear(), between, linear()).eval()
         sizes = counted(model)
         assert len(right_or_named(model, torch.randn(6, D), 6)) == 4
@@ -315,3 +319,42 @@ def test_rows_that_are_nearly_alike(seed: int) -> None:
     table = gnsfast.learn(Scores(), torch.randint(9, (8, 3)), take=2)
     assert not table.left_out
     assert str(table).count("interleaved rows of dimension 0") == 2
+
+
+class Normalised(nn.Module):
+    """A layer behind statistics of the batch, by a function or by hand."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "function":
+            x = nn.functional.batch_norm(x, None, None, training=True)
+        elif self.how == "in training":
+            mean, deviation = torch.zeros(D), torch.ones(D)
+            x = nn.functional.batch_norm(x, mean, deviation, training=self.training)
+        elif self.training:
+            x = x - x.mean(0)
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("how", ["function", "in training", "by hand"])
+def test_statistics_of_the_batch_before_a_layer(how: str) -> None:
+    """Samples meet where nobody has learnt anything yet, so no gradient shows it."""
+    table = gnsfast.learn(Normalised(how), torch.randn(8, D) + 0.5)
+    assert "samples meet" in table.left_out["layer.weight"]
+
+
+def test_a_first_batch_that_is_not_finite() -> None:
+    """Nothing is learnt from it, and the next one shows the model."""
+    model = linear()
+    gns = gnsfast.GradientNoiseScale(model, gradients="torch", on_error="skip")
+    for k in range(4):
+        x = torch.randn(6, D)
+        x[1] *= torch.nan if k == 0 else 1.0
+        with gns.update(6):
+            per_sample(model(x)).mean().backward()
+    result = gns.compute()
+    assert (result.updates, result.errors) == (3, 1)
