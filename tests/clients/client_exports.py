@@ -145,6 +145,7 @@ def test_olmo_core(pairs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 
 SEEN = """
 import torchtitan.trainer
+from torchtitan.trainer import Trainer
 
 class Seen(Trainer):
     def train_step(self, data_iterator):
@@ -162,7 +163,8 @@ def test_torchtitan(tmp_path: Path) -> None:
     """Its own trainer, in the lines that we print: passes and learning rates of each step."""
     schedule = BatchSizeSchedule([(0, 8), (1024, 16)], 5120, tokens_per_sample=64)
     lines = exports.lines("torchtitan", schedule, micro_batch=4, processes=2)
-    edits = [("make = Trainer\n", f"{SEEN}{lines}\nmake = Scheduled\n")]
+    build = "trainer = config.build()\n"
+    edits = [(build, f"{SEEN}{lines}\ntrainer = Scheduled(config)\n")]
     edits += [('logged = written.Tags()["scalars"]\n', "logged = trainer.seen\n")]
     recipe = Recipe("torchtitan")
     ran = recipe.launch(tmp_path, 2, ours=False, edits=edits, STEPS=schedule.steps)
