@@ -43,6 +43,7 @@ SUITES = (
     "triton_kernels/test_triton_linear.py",
     "triton_kernels/test_triton_layers.py",
     "triton_kernels/test_triton_sizes.py",
+    "triton_kernels/test_triton_norms_alone.py",
     "ops/test_operator_results.py",
     "reference/test_segments.py",
     "functional/test_attention.py",
