@@ -186,7 +186,6 @@ def test_two_threads_that_learn() -> None:
         thread.join()
     assert not errors, errors
     calls: list[int] = []
-    models[0].waits.clear()
     models[0].b.register_forward_pre_hook(lambda *_: calls.append(1))
     models[0](torch.randn(4, D)).sum().backward()
     assert len(calls) == 2
