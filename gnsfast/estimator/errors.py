@@ -11,7 +11,9 @@ MOST = 100
 
 
 class Errors:
-    """Counts the updates that errors of gnsfast have dropped, and logs each kind of error once."""
+    """Counts the updates that errors of gnsfast have dropped, and logs each kind of error once.
+    ``in_a_row`` also counts measured updates that errors of the user have ended.
+    """
 
     def __init__(self) -> None:
         self.count = self.in_a_row = 0

@@ -146,7 +146,6 @@ class GradientNoiseScale:
         self.model, self.decay = model, decay
         self._is_due: bool | None = None  # of the update under way: whether it is measured
         self._is_in_pass = False
-        self._broken = 0  # measured updates in a row that the user's errors have ended
         self.window, self.every = integer("window", window), integer("every", every)
         self.budget = budget
         self._settings = Settings(
@@ -274,15 +273,14 @@ class GradientNoiseScale:
                 if self._is_lost and not self._is_distributed:
                     self._budget.wait(self._errors.in_a_row)
                 self._errors.in_a_row *= self._is_lost
-                self._broken = 0
                 self._seen += 1
         except BaseException:
             self.discard()
             # As where memory is short for a measured update alone, and the user skips it.
             if self.budget is not None and not self._is_distributed:
                 self._seen += 1
-                self._broken += 1
-                self._budget.wait(self._broken)
+                self._errors.in_a_row += 1
+                self._budget.wait(self._errors.in_a_row)
             raise
         finally:
             if pace is None:

@@ -259,12 +259,11 @@ def _proven(trial: Trial, traces: Traces, late: Traces | None) -> tuple["Shown",
     rtol, rows = shown.rtol, shown.rows
     if trial.samples.are_in_turn:
         rows, places = in_turns(rows, 1), [turned_place(place, 1) for place in places]
-    trains = structure.model.training
-    in_order = trial.in_order() if structure.on_any(trains) else None
-    is_drawn = structure.on_any(trains and in_order is None)
-    is_trained = structure.on_any(trains) and not is_drawn
-    seen = in_order if is_trained else None
-    proof, rows, places = prove(trial, rows, places, rtol, training=is_trained, in_order=seen)
+    trains = structure.on_any(structure.model.training)
+    in_order = trial.in_order() if trains else None
+    is_trained = trains and not structure.on_any(in_order is None)
+    in_order = in_order if is_trained else None
+    proof, rows, places = prove(trial, rows, places, rtol, is_trained, in_order)
     if structure.on_any(bool(proof.reason) and structure.model.training):  # a model to train alone
         proof, rows, places = prove(trial, rows, places, rtol, training=True)
     if late is not None:
